@@ -13,7 +13,7 @@ def run(code: str) -> str:
 @pytest.mark.parametrize(
     "module",
     [
-        *("qrt", "qrt.arch.qwen3", "qrt.mem.manager", "qrt.quant.kv"),
+        *("qrt", "qrt.arch.families.qwen", "qrt.mem.manager", "qrt.quant.kv"),
         *(
             "qrt.serve.command.cli",
             "qrt_eval.cli",

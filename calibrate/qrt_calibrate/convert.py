@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from qrt.arch import Arch, ModelConfig
+from qrt.arch import Arch
 from qrt.arch.runnable import runnable
 from qrt.cli import ArgumentParser, add_hub_flags, run_main
 from qrt.errors import CheckpointError, UnsupportedError
@@ -66,12 +66,11 @@ def convert(model: str | Path, target: str, out: Path) -> int:
     if not source.quantization:
         raise UnsupportedError(f"{source.path}: not quantized; qrt-calibrate --model quantizes it")
     arch = runnable(source.config, source.path)
-    config = ModelConfig.from_hf(source.config, arch)
-    modules, dtype = _linears(source, arch, config), _dtype(source, config)
-    if target != "compressed-tensors" and arch.head in modules:
-        if source.linear(arch.head)[1].scale is not None:
+    modules, dtype = _linears(source, arch), _dtype(source, arch)
+    if target != "compressed-tensors" and arch.names.head in modules:
+        if source.linear(arch.names.head)[1].scale is not None:
             why = "engines read its head in 16 bits; calibrate the original again, with --head-bits 16"
-            raise _refusal(arch.head, target, why)
+            raise _refusal(arch.names.head, target, why)
     folder = OutputFolder(out, source, None, max_shard_bytes=5_000_000_000)
     folder.begin()
     try:
@@ -80,9 +79,9 @@ def convert(model: str | Path, target: str, out: Path) -> int:
         for name in source.names():
             if not name.startswith(own):
                 folder.add({name: source.tensor(name)})
-        if arch.head in grids:  # not the embedding any more, whatever the source said
+        if arch.names.head in grids:  # not the embedding any more, whatever the source said
             source.config["tie_word_embeddings"] = False
-        left_out = [module for module in dict.fromkeys((arch.head, *modules)) if module not in grids]
+        left_out = [module for module in dict.fromkeys((arch.names.head, *modules)) if module not in grids]
         settings = settings_of(target, grids, left_out)
     except BaseException:
         folder.abandon()
@@ -91,20 +90,20 @@ def convert(model: str | Path, target: str, out: Path) -> int:
     return len(grids)
 
 
-def _linears(source: Checkpoint, arch: Arch, config: ModelConfig) -> list[str]:
+def _linears(source: Checkpoint, arch: Arch) -> list[str]:
     """Return the full names of the Linears in the layers, and of a head that is stored."""
-    modules = [f"{arch.layers}.{i}.{name}" for i in range(config.num_layers) for name in arch.projections]
-    if any(name.startswith(f"{arch.head}.") for name in source.names()):
-        modules.append(arch.head)
+    modules = [f"{arch.names.layers}.{i}.{name}" for i in range(arch.num_layers) for name in arch.projections]
+    if any(name.startswith(f"{arch.names.head}.") for name in source.names()):
+        modules.append(arch.names.head)
     return modules
 
 
-def _dtype(source: Checkpoint, config: ModelConfig) -> torch.dtype:
+def _dtype(source: Checkpoint, arch: Arch) -> torch.dtype:
     """Return the model's dtype; CheckpointError for one that scales cannot have."""
-    dtype = getattr(torch, config.dtype, None)
+    dtype = getattr(torch, arch.dtype, None)
     if dtype not in FLOATS:
         raise CheckpointError(
-            f"{source.path}/config.json: expected dtype float16, bfloat16 or float32, got {config.dtype!r}"
+            f"{source.path}/config.json: expected dtype float16, bfloat16 or float32, got {arch.dtype!r}"
         )
     return dtype
 

@@ -60,8 +60,8 @@ def calibrate(model: str | Path, recipe: Recipe, out: Path, *devices: torch.devi
             check_room(foreseen.tune_bytes + foreseen.hidden_bytes // len(set(job.devices)), job.device)
         run = Run(job, writer, text)
         layers = []
-        with tqdm(total=job.config.num_layers, desc="Calibrating", unit="layer") as bar:
-            for index in range(job.config.num_layers):
+        with tqdm(total=job.arch.num_layers, desc="Calibrating", unit="layer") as bar:
+            for index in range(job.arch.num_layers):
                 layers.append(run.layer(index))
                 bar.update()
         run.rest()
@@ -134,7 +134,10 @@ class Run:
         """Embed the windows, and compute the loss's gradients if a layer is left that needs them."""
         job, folder = self._job, self._writer.working_folder
         executor = LayerExecutor(job.checkpoint, job.arch, job.recipe.seqlen, job.device)
-        calibrating, stored = job.recipe.windows[0], job.checkpoint.spec(f"{job.arch.embed}.weight").dtype
+        calibrating, stored = (
+            job.recipe.windows[0],
+            job.checkpoint.spec(f"{job.arch.names.embed}.weight").dtype,
+        )
         streams = Streams(executor.embed(ids), calibrating, job.devices, folder, stored)
         count = gradient_windows(job.recipe)
         if count and not self._written.all_layers:
@@ -161,12 +164,12 @@ class Run:
         """Copy the tensors outside the layers, and round the head if the recipe says so."""
         if self._written.has(REST):
             return
-        job, inside = self._job, f"{self._job.arch.layers}."
+        job, inside = self._job, f"{self._job.arch.names.layers}."
         for name in job.checkpoint.names():
-            if name == f"{job.arch.head}.weight" and job.recipe.head is not None:
+            if name == f"{job.arch.names.head}.weight" and job.recipe.head is not None:
                 weight = read(job.checkpoint, name)
                 head = round_head(weight, job.recipe.head, job.scale_dtype, job.device)
-                self._writer.add_linear(job.arch.head, head)
+                self._writer.add_linear(job.arch.names.head, head)
             elif not name.startswith(inside):
                 self._writer.add_tensor(name, read(job.checkpoint, name))
         self._writer.finish_step(REST, {})
@@ -185,13 +188,13 @@ class Run:
         if not self._written.has(TUNED):
             linears, rest = self._written.model()
             if (head := self._written.head()) is not None:
-                rest[f"{self._job.arch.head}.weight"] = head.dequantize()
+                rest[f"{self._job.arch.names.head}.weight"] = head.dequantize()
             with products(EXACT):
                 text = ids[: streams.calibrating]
                 result = tune(self._job.checkpoint.path, self._job.training, linears, rest, text)
             self._written.write_tuned(result, linears)
         if self._job.recipe.eval_samples:
-            layers = self._job.config.num_layers
+            layers = self._job.arch.num_layers
             self._windows.run_again(layers, partial(self._written.layer, tuned=True))
         return self._written.figures(TUNED)
 

@@ -47,6 +47,7 @@ COMMANDS = {
     "compare": Command(
         "what changed between two result files", quality.add_compare, "qrt_eval.reports.compare"
     ),
+    "models": Command("which architectures run, and how", quality.add_models, "qrt_eval.reports.models"),
     "kernels": Command(
         "time of every operator, beside its floor", speed.add_kernels, "qrt_eval.speed.kernels.run"
     ),

@@ -1,29 +1,73 @@
-"""Architectures as data: one file of facts per family, one line here. Standard library only."""
+"""Architectures as data: a function of config.json for each family, one line here. Standard library only."""
 
-from qrt.arch.base import Arch, Mixture, ModelConfig
+from collections.abc import Callable
+
+from qrt.arch.base import Arch, Layer, Names, Norm
+from qrt.arch.entries import Entries
 from qrt.registry import Registry
 
-# Neither suggests a name: architectures with similar names compute different things.
-ARCHS: Registry[Arch] = Registry(
+_FAMILIES = "qrt.arch.families"
+# It suggests no name: architectures with similar names compute different things.
+ARCHS: Registry[Callable[[Entries], Arch]] = Registry(
     "architecture",
     {
-        "LlamaForCausalLM": "qrt.arch.llama:LLAMA",
-        "MistralForCausalLM": "qrt.arch.mistral:MISTRAL",
-        "Qwen2ForCausalLM": "qrt.arch.qwen2:QWEN2",
-        "Qwen3ForCausalLM": "qrt.arch.qwen3:QWEN3",
+        "LlamaForCausalLM": f"{_FAMILIES}.llama:llama",
+        "MistralForCausalLM": f"{_FAMILIES}.mistral:mistral",
+        "MinistralForCausalLM": f"{_FAMILIES}.mistral:ministral",
+        "Ministral3ForCausalLM": f"{_FAMILIES}.mistral:ministral3",
+        "Mistral3ForConditionalGeneration": f"{_FAMILIES}.vision:mistral3",
+        "MixtralForCausalLM": f"{_FAMILIES}.mistral:mixtral",
+        "QWenLMHeadModel": f"{_FAMILIES}.qwen:qwen",
+        "Qwen2ForCausalLM": f"{_FAMILIES}.qwen:qwen2",
+        "Qwen2MoeForCausalLM": f"{_FAMILIES}.qwen:qwen2_moe",
+        "Qwen2VLForConditionalGeneration": f"{_FAMILIES}.vision:qwen2_vl",
+        "Qwen2_5_VLForConditionalGeneration": f"{_FAMILIES}.vision:qwen2_vl",
+        "Qwen3ForCausalLM": f"{_FAMILIES}.qwen:qwen3",
+        "Qwen3MoeForCausalLM": f"{_FAMILIES}.qwen:qwen3_moe",
+        "Qwen3VLForConditionalGeneration": f"{_FAMILIES}.vision:qwen3_vl",
+        "GemmaForCausalLM": f"{_FAMILIES}.gemma:gemma",
+        "Gemma2ForCausalLM": f"{_FAMILIES}.gemma:gemma2",
+        "Gemma3ForCausalLM": f"{_FAMILIES}.gemma:gemma3",
+        "Gemma3ForConditionalGeneration": f"{_FAMILIES}.vision:gemma3",
+        "PhiForCausalLM": f"{_FAMILIES}.phi:phi",
+        "Phi3ForCausalLM": f"{_FAMILIES}.phi:phi3",
+        "ChatGLMModel": f"{_FAMILIES}.glm:chatglm",
+        "GlmForCausalLM": f"{_FAMILIES}.glm:glm",
+        "Glm4ForCausalLM": f"{_FAMILIES}.glm:glm4",
+        "OlmoForCausalLM": f"{_FAMILIES}.olmo:olmo",
+        "Olmo2ForCausalLM": f"{_FAMILIES}.olmo:olmo2",
+        "Olmo3ForCausalLM": f"{_FAMILIES}.olmo:olmo3",
+        "CohereForCausalLM": f"{_FAMILIES}.cohere:cohere",
+        "Cohere2ForCausalLM": f"{_FAMILIES}.cohere:cohere2",
+        "BaiChuanForCausalLM": f"{_FAMILIES}.baichuan:baichuan",
+        "BaichuanForCausalLM": f"{_FAMILIES}.baichuan:baichuan2",
+        "InternLM2ForCausalLM": f"{_FAMILIES}.internlm:internlm2",
+        "InternLM3ForCausalLM": f"{_FAMILIES}.internlm:internlm3",
+        "InternVLForConditionalGeneration": f"{_FAMILIES}.vision:named_model",
+        "LlavaForConditionalGeneration": f"{_FAMILIES}.vision:named_model",
+        "LlavaOnevisionForConditionalGeneration": f"{_FAMILIES}.vision:named_model",
+        "MiniCPMForCausalLM": f"{_FAMILIES}.others:minicpm",
+        "GraniteForCausalLM": f"{_FAMILIES}.others:granite",
+        "SmolLM3ForCausalLM": f"{_FAMILIES}.others:smollm3",
+        "SeedOssForCausalLM": f"{_FAMILIES}.others:seed_oss",
+        "Ernie4_5ForCausalLM": f"{_FAMILIES}.others:ernie",
+        "HunYuanDenseV1ForCausalLM": f"{_FAMILIES}.others:hunyuan",
+        "Exaone4ForCausalLM": f"{_FAMILIES}.others:exaone4",
+        "ArceeForCausalLM": f"{_FAMILIES}.others:arcee",
+        "ApertusForCausalLM": f"{_FAMILIES}.others:apertus",
+        "NemotronForCausalLM": f"{_FAMILIES}.others:nemotron",
+        "StableLmForCausalLM": f"{_FAMILIES}.others:stablelm",
+        "GPT2LMHeadModel": f"{_FAMILIES}.gpt:gpt2",
+        "GPTBigCodeForCausalLM": f"{_FAMILIES}.gpt:bigcode",
+        "GPTJForCausalLM": f"{_FAMILIES}.gpt:gptj",
+        "GPTNeoXForCausalLM": f"{_FAMILIES}.gpt:neox",
+        "OPTForCausalLM": f"{_FAMILIES}.gpt:opt",
+        "Starcoder2ForCausalLM": f"{_FAMILIES}.gpt:starcoder2",
+        "BloomForCausalLM": f"{_FAMILIES}.alibi:bloom",
+        "FalconForCausalLM": f"{_FAMILIES}.alibi:falcon",
+        "MptForCausalLM": f"{_FAMILIES}.alibi:mpt",
     },
     suggest=False,
 )
 
-# Families with a mixture of experts: qrt-calibrate quantizes them, qrt does not run them.
-MIXTURES: Registry[Mixture] = Registry(
-    "mixture",
-    {
-        "MixtralForCausalLM": "qrt.arch.mixtral:MIXTRAL",
-        "Qwen2MoeForCausalLM": "qrt.arch.qwen2_moe:QWEN2_MOE",
-        "Qwen3MoeForCausalLM": "qrt.arch.qwen3_moe:QWEN3_MOE",
-    },
-    suggest=False,
-)
-
-__all__ = ["ARCHS", "MIXTURES", "Arch", "Mixture", "ModelConfig"]
+__all__ = ["ARCHS", "Arch", "Entries", "Layer", "Names", "Norm"]

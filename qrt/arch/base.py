@@ -1,32 +1,18 @@
-"""`Arch`: what one model family looks like; `ModelConfig`: the sizes of one checkpoint of it."""
+"""`Arch`: one checkpoint's architecture as a value. Its defaults are Llama's; families state what differs.
+
+Every family computes, with norms that may be absent,
+
+    y = x + m * attention_out(attention(attention_in(x)))
+    z = y + m * mlp_out(mlp(mlp_in(x if parallel else y)))        m: residual_scale
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
 
-from qrt.arch.entries import MAX_LAYERS, number, positive, token_ids, typed
-from qrt.arch.rope import RopeConfig, rope
+from qrt.arch.rope import RopeConfig
 from qrt.errors import CheckpointError, UnsupportedError
-
-# The values of entries that config.json leaves out, as in transformers' LlamaConfig. Families override them.
-DEFAULTS: Mapping[str, Any] = {
-    "vocab_size": 32000,
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": None,  # as many as attention heads
-    "head_dim": None,  # hidden_size / num_attention_heads
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 2048,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-    "mlp_bias": False,
-}
 
 
 @dataclass(frozen=True)
@@ -43,194 +29,159 @@ class Smooth:
 
 
 @dataclass(frozen=True)
-class Arch:
-    """One decoder family: y = x + attention(norm(x)); z = y + mlp(norm(y)), with RMSNorm, RoPE and SwiGLU.
+class Norm:
+    """What the norms of a model compute.
 
-    `defaults` are the entries with another default than in `DEFAULTS`. `qkv_bias`, `o_bias`
-    and `mlp_bias` take the config with defaults filled in and say whether those projections have a bias;
-    `sliding_window` gives the window in tokens when any layer slides one, else None.
-    `fuse` maps a fused projection to the checkpoint's projections it stacks, in order. In a mixture `experts`
-    is the module that holds the experts, `expert_parts` are the names in each, and all experts' projections
-    of a kind are listed as one: engines run them so.
+    kind    "rms": x / rms(x) * weight; "layer": the same of x - mean(x), plus a bias if one is stored;
+            "unit": "layer" without a weight
+    plus    added to the stored weight: 1.0 where checkpoints store weights around zero
+    wide    the weight multiplies before the result is rounded to the model's dtype, not after
     """
 
-    name: str
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    qkv_bias: Callable[[Mapping[str, Any]], bool] = lambda config: typed(config, "attention_bias", bool)
-    o_bias: Callable[[Mapping[str, Any]], bool] = lambda config: typed(config, "attention_bias", bool)
-    mlp_bias: Callable[[Mapping[str, Any]], bool] = lambda config: typed(config, "mlp_bias", bool)
-    sliding_window: Callable[[Mapping[str, Any]], int | None] = lambda config: None
-    qk_norm: bool = False
-    fuse: tuple[tuple[str, tuple[str, ...]], ...] = (
-        ("self_attn.qkv_proj", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
-        ("self_attn.o_proj", ("self_attn.o_proj",)),
-        ("mlp.gate_up_proj", ("mlp.gate_proj", "mlp.up_proj")),
-        ("mlp.down_proj", ("mlp.down_proj",)),
-    )
-    smooth: tuple[Smooth, ...] = (
-        Smooth("input_layernorm", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
-        Smooth("self_attn.v_proj", ("self_attn.o_proj",)),
-        Smooth("post_attention_layernorm", ("mlp.gate_proj", "mlp.up_proj")),
-        Smooth("mlp.up_proj", ("mlp.down_proj",)),
-    )
-    layers: str = "model.layers"
+    eps: float = 1e-6
+    kind: str = "rms"
+    plus: float = 0.0
+    wide: bool = False
+
+
+@dataclass(frozen=True)
+class Names:
+    """The checkpoint's names of a model's parts, by role; None: the model has no such part.
+
+    From `q` on they are relative to a decoder layer. `qkv` and `gate_up` name the projection that stacks
+    those parts: in the checkpoint where `Arch.qkv` or `Arch.gate_up` says so, else only in other engines.
+    """
+
     embed: str = "model.embed_tokens"
+    positions: str | None = None
+    embed_norm: str | None = None
+    layers: str = "model.layers"
     norm: str = "model.norm"
     head: str = "lm_head"
-    experts: str | None = None
-    expert_parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    q: str = "self_attn.q_proj"
+    k: str = "self_attn.k_proj"
+    v: str = "self_attn.v_proj"
+    qkv: str = "self_attn.qkv_proj"
+    o: str = "self_attn.o_proj"
+    q_norm: str = "self_attn.q_norm"
+    k_norm: str = "self_attn.k_norm"
+    gate: str = "mlp.gate_proj"
+    up: str = "mlp.up_proj"
+    gate_up: str = "mlp.gate_up_proj"
+    down: str = "mlp.down_proj"
+    activation: str = "mlp.act_fn"
+    attention_in: str | None = "input_layernorm"
+    attention_out: str | None = None
+    mlp_in: str | None = "post_attention_layernorm"
+    mlp_out: str | None = None
 
-    def filled(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Fill in the family's defaults for entries that config.json leaves out; null stays null."""
-        return {**DEFAULTS, **self.defaults, **config}
-
-    @property
-    def routers(self) -> tuple[str, ...]:
-        """Modules that choose among experts."""
-        return tuple(name for pair in self.smooth for name in pair.routers)
-
-    def is_expert(self, name: str) -> bool:
-        """Return whether the module `name` of a layer is part of the experts, which see only some tokens."""
-        return self.experts is not None and name.startswith(f"{self.experts}.")
-
-    @property
-    def projections(self) -> tuple[str, ...]:
-        """The checkpoint's Linear names inside a decoder layer, in fuse order."""
-        return tuple(part for _, parts in self.fuse for part in parts)
+    def outer(self, change: Callable[[str], str]) -> Names:
+        """Return the names with `change` of the body's parts; the head and parts of layers keep theirs."""
+        body = ("embed", "positions", "embed_norm", "layers", "norm")
+        given = {role: name for role in body if (name := getattr(self, role)) is not None}
+        return replace(self, **{role: change(name) for role, name in given.items()})
 
 
 @dataclass(frozen=True)
-class Mixture:
-    """A decoder family whose mlp is a mixture of experts, each a SwiGLU of its own; the rest is `dense`'s.
+class Layer:
+    """What may differ from layer to layer.
 
-    `counts` are the config's entries that may give the number of experts, the winning one first; `width` is
-    the entry of their inner size. `all_sparse` takes the config with defaults filled in and says whether
-    every layer is a mixture. `shared` is an expert that all tokens go through.
+    rope      key of `Arch.ropes`; None: no positions
+    window    tokens that a query attends, itself included; None: all
+    sparse    the mlp is a mixture of experts
+    """
+
+    rope: str | None = "all"
+    window: int | None = None
+    sparse: bool = False
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The experts of a mixture's layers, each a gated mlp. Names are relative to a decoder layer.
+
+    module   holds the experts, by their numbers; `parts` are the names in each: gate, up and down
+    routers  modules that choose among them
+    shared   a module of its own that all tokens go through, or None
+    """
+
+    count: int
+    module: str = "mlp.experts"
+    parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    routers: tuple[str, ...] = ("mlp.gate",)
+    shared: str | None = None
+
+
+@dataclass(frozen=True)
+class QScale:
+    """The factor of q by its position p: 1 + strength * ln(1 + floor(p / length))."""
+
+    strength: float
+    length: int
+
+
+@dataclass(frozen=True)
+class Arch:
+    """One checkpoint's sizes and everything that its decoder computes, read from its config.json.
+
+    name             the architecture that config.json names
+    layers           what differs between layers, one each
+    ropes            the rotary embeddings of the layers, by `Layer.rope`
+    max_position     tokens that the positions reach
+    qkv              how the checkpoint stores q, k and v: "parts", "stacked" in one weight, or "grouped":
+                     stacked for each KV head
+    gate_up          how it stores the mlp's first weights: "parts", "stacked", or "plain": there is no gate
+    transposed       the layers' weights are stored [in, out]
+    qk_norm          a norm over q and k: "head" over each head, "each" the same with a weight for every head,
+                     "modules" the same, each weight in a module of its own, "whole" over all heads at once,
+                     "after" over each head behind RoPE; None: there is none
+    attention_scale  of q k^T; None: head_dim ** -0.5
+    softcap          c of c * tanh(score / c), on scaled scores; logit_cap: the same, on logits
+    clip             q, k and v are clamped to at most this magnitude
+    alibi            what each head's scores lose for each token of distance, or empty
+    positions        the learned position of a request's first token; None: there are none
+    unit_head        rows of the head are normalized to length 1
+    ignored          beginnings of names of tensors that the model does not read
     """
 
     name: str
-    dense: Arch
-    width: str
-    all_sparse: Callable[[Mapping[str, Any]], bool]
-    counts: tuple[str, ...] = ("num_experts",)
-    routers: tuple[str, ...] = ("mlp.gate",)
-    experts: str = "mlp.experts"
-    parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-    shared: str | None = None
-
-    def arch(self, config: Mapping[str, Any]) -> tuple[Arch, Mapping[str, Any]]:
-        """Return the architecture with the checkpoint's experts, and `config` with their inner size."""
-        count = next((name for name in self.counts if name in config), "num_experts")
-        config = self.dense.filled(config)
-        if not self.all_sparse(config):
-            raise UnsupportedError(
-                f"config.json: some layers of this {self.name} are dense; "
-                "qrt-calibrate needs experts in all layers"
-            )
-        each = [f"{self.experts}.{index}" for index in range(positive(config, count, most=MAX_LAYERS))]
-        inner = tuple(f"{expert}.{part}" for expert in each for part in self.parts[:2])
-        pairs = [(f"{expert}.{self.parts[1]}", f"{expert}.{self.parts[2]}") for expert in each]
-        down = tuple(reader for _, reader in pairs)
-        fuse = [
-            *self.dense.fuse[:2],
-            (f"{self.experts}.gate_up_proj", inner),
-            (f"{self.experts}.down_proj", down),
-        ]
-        if self.shared is not None:
-            gate, up, last = (f"{self.shared}.{part}" for part in self.parts)
-            fuse += [(f"{self.shared}.gate_up_proj", (gate, up)), (f"{self.shared}.down_proj", (last,))]
-            inner, pairs = (*inner, gate, up), [*pairs, (up, last)]
-        smooth = (
-            *self.dense.smooth[:2],
-            Smooth(self.dense.smooth[2].source, inner, self.routers),
-            *(Smooth(source, (reader,)) for source, reader in pairs),
-        )
-        arch = replace(
-            self.dense,
-            name=self.name,
-            fuse=tuple(fuse),
-            smooth=smooth,
-            experts=self.experts,
-            expert_parts=self.parts,
-        )
-        return arch, {**config, "intermediate_size": positive(config, self.width)}
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """Sizes and facts of one checkpoint, read from its config.json."""
-
-    architecture: str
     vocab_size: int
     hidden_size: int
     intermediate_size: int
-    num_layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    rms_norm_eps: float
+    layers: tuple[Layer, ...]
+    ropes: dict[str, RopeConfig]
     max_position: int
-    rope: RopeConfig
-    tied_embeddings: bool
-    qkv_bias: bool
-    o_bias: bool
-    mlp_bias: bool
-    qk_norm: bool
-    sliding_window: int | None
-    dtype: str
-    eos_token_ids: tuple[int, ...]
-
-    @classmethod
-    def from_hf(cls, config: Mapping[str, Any], arch: Arch) -> ModelConfig:
-        """Read a Hugging Face config.json; CheckpointError names an impossible entry.
-
-        An entry that is left out has its family's default, as in transformers. null is refused, also as
-        there, except for `num_key_value_heads`, and for `head_dim` of a family without a default for it.
-        """
-        config = arch.filled(config)
-        heads = positive(config, "num_attention_heads")
-        hidden = positive(config, "hidden_size")
-        if config["hidden_act"] not in ("silu", "swish"):  # two names of one function
-            raise UnsupportedError(f"config.json: hidden_act: expected 'silu', got {config['hidden_act']!r}")
-        if arch.defaults.get("head_dim") is None and config["head_dim"] is None:
-            config["head_dim"] = hidden // heads
-        if config["num_key_value_heads"] is None:
-            config["num_key_value_heads"] = heads
-        layers = positive(config, "num_hidden_layers", most=MAX_LAYERS)  # before windows, which compare it
-        window = arch.sliding_window(config)
-        if window is not None:
-            window = positive({"sliding_window": window}, "sliding_window")
-        turned, max_position = rope(config, positive(config, "max_position_embeddings"))
-        return cls(
-            architecture=arch.name,
-            vocab_size=positive(config, "vocab_size"),
-            hidden_size=hidden,
-            intermediate_size=positive(config, "intermediate_size"),
-            num_layers=layers,
-            num_heads=heads,
-            num_kv_heads=positive(config, "num_key_value_heads"),
-            head_dim=positive(config, "head_dim"),
-            rms_norm_eps=number(config, "rms_norm_eps"),
-            max_position=max_position,
-            rope=turned,
-            tied_embeddings=typed(config, "tie_word_embeddings", bool),
-            qkv_bias=arch.qkv_bias(config),
-            o_bias=arch.o_bias(config),
-            mlp_bias=arch.mlp_bias(config),
-            qk_norm=arch.qk_norm,
-            sliding_window=window,
-            dtype=str(config.get("dtype") or config.get("torch_dtype") or "bfloat16"),
-            eos_token_ids=token_ids(config, "eos_token_id"),
-        )
-
-    @property
-    def context(self) -> int:
-        """The most tokens of a request.
-
-        qrt does not slide windows. Within the first `sliding_window` tokens a sliding layer equals a full
-        one, so a request may have at most that many.
-        """
-        return min(self.max_position, self.sliding_window or self.max_position)
+    dtype: str = "bfloat16"
+    eos_token_ids: tuple[int, ...] = ()
+    tied_embeddings: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    head_bias: bool = False
+    names: Names = Names()
+    norm: Norm = Norm()
+    parallel: bool = False
+    qkv: str = "parts"
+    gate_up: str = "parts"
+    transposed: bool = False
+    act: str = "silu"
+    qk_norm: str | None = None
+    attention_scale: float | None = None
+    softcap: float | None = None
+    clip: float | None = None
+    alibi: tuple[float, ...] = ()
+    q_scale: QScale | None = None
+    embed_scale: float = 1.0
+    positions: int | None = None
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_cap: float | None = None
+    unit_head: bool = False
+    experts: Experts | None = None
+    ignored: tuple[str, ...] = field(default=())
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -242,3 +193,84 @@ class ModelConfig:
             raise UnsupportedError(
                 f"config.json: head_dim: expected an even number, as RoPE rotates pairs, got {self.head_dim}"
             )
+
+    @property
+    def num_layers(self) -> int:
+        """How many decoder layers there are."""
+        return len(self.layers)
+
+    def of_layers(self, count: int) -> Arch:
+        """Return the architecture with `count` layers, the first ones again where it has fewer."""
+        again = -(-count // len(self.layers))
+        return replace(self, layers=(self.layers * again)[:count])
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """The windows of the layers in tokens, each once; 0: all tokens."""
+        return tuple(dict.fromkeys(layer.window or 0 for layer in self.layers))
+
+    @property
+    def fuse(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
+        """The projections that engines run as one: a name, and the checkpoint's names of the parts in order.
+
+        In a mixture all experts' projections of a kind are listed as one.
+        """
+        names = self.names
+        qkv = (names.q, names.k, names.v) if self.qkv == "parts" else (names.qkv,)
+        fused: list[tuple[str, tuple[str, ...]]] = [(names.qkv, qkv), (names.o, (names.o,))]
+        if self.experts is None:
+            gate_up = {"parts": (names.gate, names.up), "stacked": (names.gate_up,), "plain": (names.up,)}
+            return (*fused, (names.gate_up, gate_up[self.gate_up]), (names.down, (names.down,)))
+        inner = tuple(part for expert in self._each_expert for part in expert[:2])
+        module = self.experts.module
+        fused += [
+            (f"{module}.gate_up_proj", inner),
+            (f"{module}.down_proj", tuple(expert[2] for expert in self._each_expert)),
+        ]
+        if self.experts.shared is not None:
+            *inside, down = self._shared_parts
+            shared = self.experts.shared
+            fused += [(f"{shared}.gate_up_proj", tuple(inside)), (f"{shared}.down_proj", (down,))]
+        return tuple(fused)
+
+    @property
+    def smooth(self) -> tuple[Smooth, ...]:
+        """The pairs whose channel scales move between them without changing the function."""
+        names, (_, (*qkv,)), (_, (*gate_up,)) = self.names, self.fuse[0], self.fuse[2]
+        assert names.attention_in is not None and names.mlp_in is not None, self.name
+        heads = Smooth(names.attention_in, tuple(qkv)), Smooth(names.v, (names.o,))
+        if self.experts is None:
+            return *heads, Smooth(names.mlp_in, tuple(gate_up)), Smooth(names.up, (names.down,))
+        pairs = [Smooth(up, (down,)) for _, up, down in self._each_expert]
+        if self.experts.shared is not None:
+            gate, up, down = self._shared_parts
+            gate_up, pairs = [*gate_up, gate, up], [*pairs, Smooth(up, (down,))]
+        return *heads, Smooth(names.mlp_in, tuple(gate_up), self.experts.routers), *pairs
+
+    @property
+    def _each_expert(self) -> list[tuple[str, ...]]:
+        experts = self.experts
+        assert experts is not None
+        return [
+            tuple(f"{experts.module}.{index}.{part}" for part in experts.parts)
+            for index in range(experts.count)
+        ]
+
+    @property
+    def _shared_parts(self) -> tuple[str, ...]:
+        assert self.experts is not None
+        return tuple(f"{self.experts.shared}.{part}" for part in self.experts.parts)
+
+    @property
+    def routers(self) -> tuple[str, ...]:
+        """Modules that choose among experts."""
+        return () if self.experts is None else self.experts.routers
+
+    def is_expert(self, name: str) -> bool:
+        """Return whether the module `name` of a layer is part of the experts, which see only some tokens."""
+        return self.experts is not None and name.startswith(f"{self.experts.module}.")
+
+    @property
+    def projections(self) -> tuple[str, ...]:
+        """The checkpoint's Linear names inside a decoder layer, in the order of `fuse`."""
+        return tuple(part for _, parts in self.fuse for part in parts)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from qrt.arch.entries import MAX_SIZE, number, positive
@@ -13,53 +13,85 @@ from qrt.errors import CheckpointError, UnsupportedError
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary embedding: frequencies theta^(-2i/D), rescaled by `kind`: "default", "linear", "llama3", "yarn".
+    """Rotary embedding of a head: frequencies theta^(-2i/turning), rescaled by `kind`.
 
-    `truncate` (yarn): the band between kept and stretched channels begins and ends at whole channels.
-    `length` is what cos and sin are multiplied by.
+    kind      "default", "linear", "llama3", "yarn" or "longrope"
+    turning   channels of a head that turn; the others keep their place
+    pairs     which channels turn together: "halves" of the turning ones, or "neighbours"
+    truncate  (yarn) the band between kept and stretched channels begins and ends at whole channels
+    factors   (longrope) what each pair's frequency is divided by
+    length    what cos and sin of the turning channels are multiplied by
     """
 
     theta: float
+    turning: int
     kind: str = "default"
+    pairs: str = "halves"
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position: int = 0
     truncate: bool = True
+    factors: tuple[float, ...] = ()
     length: float = 1.0
 
 
-def rope(config: Mapping[str, Any], max_position: int) -> tuple[RopeConfig, int]:
+def rope(config: Mapping[str, Any], head_dim: int, max_position: int) -> tuple[RopeConfig, int]:
     """Return the embedding, and the context that it stretches to.
 
     transformers 5 writes `rope_parameters`; older checkpoints have `rope_theta` and `rope_scaling`.
     """
-    own = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    if not isinstance(own, dict):
-        raise CheckpointError(f"config.json: rope_scaling: expected an object or null, got {own!r}")
-    if any(isinstance(value, Mapping) for value in own.values()):
+    entry = parameters(config)
+    if any(isinstance(value, Mapping) for value in entry.values()):
         raise UnsupportedError(
             "config.json: rope_parameters: expected one object for all layers, got one per kind of layer"
         )
-    entry = {key: config.get(key) for key in ("rope_theta", "partial_rotary_factor")} | own
+    return rope_of(config, entry, head_dim, max_position)
+
+
+def parameters(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the entry that says how RoPE is rescaled, by kind of layer where that differs."""
+    entry = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(entry, dict):
+        raise CheckpointError(f"config.json: rope_scaling: expected an object or null, got {entry!r}")
+    return entry
+
+
+def rope_of(
+    config: Mapping[str, Any], entry: Mapping[str, Any], head_dim: int, max_position: int
+) -> tuple[RopeConfig, int]:
+    """Return the embedding that `entry` describes, and the context that it stretches to.
+
+    What `entry` leaves out is taken from `config`.
+    """
+    entry = {key: config.get(key) for key in ("rope_theta", "partial_rotary_factor")} | dict(entry)
     if config.get(original := "original_max_position_embeddings") is not None:  # it wins, as in transformers
         entry[original] = config[original]
     kind = entry.get("rope_type") or entry.get("type") or "default"
-    if (part := number(entry, "partial_rotary_factor", 1.0)) != 1:
-        raise UnsupportedError(f"config.json: partial_rotary_factor: expected 1, got {part}")
     theta = number(entry, "rope_theta")
     if theta <= 1:
         raise CheckpointError(f"config.json: rope_theta: expected more than 1, got {theta}")
+    part = number(entry, "partial_rotary_factor", 1.0)
+    if part > 1:
+        raise CheckpointError(f"config.json: partial_rotary_factor: expected at most 1, got {part}")
+    turning = int(head_dim * part)
+    if part != 1 and (turning % 2 or not turning):
+        raise UnsupportedError(
+            f"config.json: partial_rotary_factor: expected an even number of channels that turn, "
+            f"got {turning}, {part} of head_dim {head_dim}"
+        )
+    plain = RopeConfig(theta, turning)
     match kind:
-        case "default":
-            return RopeConfig(theta), max_position
+        # dynamic differs beyond max_position alone, which qrt does not serve; mrope is for images
+        case "default" | "dynamic" | "mrope":
+            return plain, max_position
         case "linear":
             factor = number(entry, "factor")
-            return RopeConfig(theta, kind, factor), _stretched(max_position, factor)
+            return replace(plain, kind=kind, factor=factor), _stretched(max_position, factor)
         case "llama3":
-            rope = RopeConfig(
-                theta,
-                kind,
+            rope = replace(
+                plain,
+                kind=kind,
                 factor=number(entry, "factor"),
                 low_freq_factor=number(entry, "low_freq_factor"),
                 high_freq_factor=number(entry, "high_freq_factor"),
@@ -67,14 +99,17 @@ def rope(config: Mapping[str, Any], max_position: int) -> tuple[RopeConfig, int]
             )
             return rope, max_position
         case "yarn":
-            rope = _yarn(entry, theta, max_position)
+            rope = _yarn(entry, plain, max_position)
             return rope, _stretched(rope.original_max_position, rope.factor)
+        case "longrope" | "su":
+            return _longrope(entry, plain, max_position), max_position
     raise UnsupportedError(
-        f"config.json: RoPE type: expected 'default', 'linear', 'llama3' or 'yarn', got {kind!r}"
+        f"config.json: RoPE type: expected 'default', 'linear', 'llama3', 'yarn', 'longrope' or 'dynamic', "
+        f"got {kind!r}"
     )
 
 
-def _yarn(entry: Mapping[str, Any], theta: float, max_position: int) -> RopeConfig:
+def _yarn(entry: Mapping[str, Any], plain: RopeConfig, max_position: int) -> RopeConfig:
     """Read YaRN (Peng et al., arXiv:2309.00071) as transformers does."""
     original = positive(entry, "original_max_position_embeddings", max_position)
     factor = number(entry, "factor", max_position / original)
@@ -83,14 +118,38 @@ def _yarn(entry: Mapping[str, Any], theta: float, max_position: int) -> RopeConf
     if entry.get("mscale") and entry.get("mscale_all_dim"):
         length = 1 + stretch * number(entry, "mscale")
         length /= 1 + stretch * number(entry, "mscale_all_dim")
-    return RopeConfig(
-        theta,
-        "yarn",
+    return replace(
+        plain,
+        kind="yarn",
         factor=factor,
         low_freq_factor=number(entry, "beta_slow", 1.0),
         high_freq_factor=number(entry, "beta_fast", 32.0),
         original_max_position=original,
         truncate=bool(entry.get("truncate", True)),
+        length=number(entry, "attention_factor", length),
+    )
+
+
+def _longrope(entry: Mapping[str, Any], plain: RopeConfig, max_position: int) -> RopeConfig:
+    """Read LongRoPE (Ding et al., arXiv:2402.13753), whose long factors are for a longer context.
+
+    The context chooses, not each request's length; vLLM does the same.
+    """
+    original = positive(entry, "original_max_position_embeddings", max_position)
+    factor = number(entry, "factor", max_position / original)
+    name = "long_factor" if max_position > original else "short_factor"
+    factors = entry.get(name)
+    if not isinstance(factors, list) or len(factors) != plain.turning // 2:
+        raise CheckpointError(
+            f"config.json: expected {name} as a list of {plain.turning // 2} numbers, one for each pair of "
+            f"channels that turn, got {factors!r:.60}"
+        )
+    length = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    return replace(
+        plain,
+        kind="longrope",
+        factors=tuple(number({name: value}, name) for value in factors),
+        original_max_position=original,
         length=number(entry, "attention_factor", length),
     )
 

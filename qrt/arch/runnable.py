@@ -1,10 +1,11 @@
-"""Tell which architecture a config.json names, and whether qrt runs it."""
+"""Tell which architecture a config.json names, read it, and say whether qrt runs it."""
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from qrt.arch import ARCHS, MIXTURES, Arch
+from qrt.arch import ARCHS, Arch
+from qrt.arch.entries import Entries
 from qrt.errors import CheckpointError, UnsupportedError
 
 
@@ -17,7 +18,7 @@ def architecture(config: Mapping[str, Any], path: str | Path) -> str:
     given = config.get("architectures")
     names = given or []
     if not names and isinstance(kind := config.get("model_type"), str):
-        names = [name for name in (*ARCHS, *MIXTURES) if _model_type(name) == kind.replace("_", "")]
+        names = [name for name in ARCHS if _model_type(name) == kind.replace("_", "")]
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise CheckpointError(
             f"{path}: config.json: architectures: expected a list of one name, e.g. {next(iter(ARCHS))!r}, "
@@ -30,12 +31,23 @@ def _model_type(name: str) -> str:
     return name.removesuffix("ForCausalLM").lower()
 
 
-def runnable(config: Mapping[str, Any], path: str | Path) -> Arch:
-    """Return the architecture of `config`, the config.json of the folder `path`.
+def read_arch(config: Mapping[str, Any], path: str | Path) -> Arch:
+    """Return the architecture of `config`, the config.json of the folder `path`, with its sizes.
 
-    UnsupportedError for one that qrt does not run; otherwise errors as from `architecture`.
+    Raises CheckpointError for an impossible entry, UnsupportedError for an architecture that qrt does not
+    know and for an entry that changes the result and that the architecture does not have; each names it.
     """
-    name = architecture(config, path)
-    if name in MIXTURES:
-        raise UnsupportedError(f"{name} is a mixture of experts, which qrt does not run; vLLM and SGLang do")
-    return ARCHS[name]
+    entries = Entries(config, architecture(config, path))
+    arch = ARCHS[entries.architecture](entries)
+    entries.refuse_unread()
+    return arch
+
+
+def runnable(config: Mapping[str, Any], path: str | Path) -> Arch:
+    """Do as `read_arch`; UnsupportedError also for what qrt knows and does not run."""
+    arch = read_arch(config, path)
+    if arch.experts is not None:
+        raise UnsupportedError(
+            f"{arch.name} is a mixture of experts, which qrt does not run; vLLM and SGLang do"
+        )
+    return arch

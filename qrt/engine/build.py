@@ -72,9 +72,9 @@ def build(
     `eos_token_ids` end the text beside those that the checkpoint names.
     """
     config, model, generation = _checked(config, model)
-    named = {*model.config.eos_token_ids, *generation.eos_token_ids, *eos_token_ids}
-    eos = [token for token in named if 0 <= token < model.config.vocab_size]
-    formats = _layer_formats(config, model.config.num_layers)
+    named = {*model.arch.eos_token_ids, *generation.eos_token_ids, *eos_token_ids}
+    eos = [token for token in named if 0 <= token < model.arch.vocab_size]
+    formats = _layer_formats(config, model.arch.num_layers)
     limits, sizes = _limits(config, model, formats), None
     if model.device.type == "cuda":  # a CPU gains nothing by padding
         sizes = _capture_sizes(config, limits)
@@ -83,9 +83,9 @@ def build(
         quantized = any(format.rotated for format in formats)
         smoothing = fit_smoothing(model, formats) if quantized else None
         pool = _pool(config, model, formats, limits, sizes, smoothing)
-        heads, dim = model.config.num_kv_heads, model.config.head_dim
+        heads, dim = model.arch.num_kv_heads, model.arch.head_dim
         kv = KVStorage(formats, pool.num_slots, heads, dim, model.dtype, model.device, smoothing)
-        adjustments = Adjustments(model.config.vocab_size, eos, model.device)
+        adjustments = Adjustments(model.arch.vocab_size, eos, model.device)
         runner = _runner(config, model, kv, limits, sizes, adjustments)
     logger.info("model: %s, on %s", model, model.device)
     logger.info("%s; at most %d run at once", pool, limits.max_num_seqs)
@@ -103,7 +103,7 @@ def _checked(
         return found.config, *_load(found.config)
     own = config.config if isinstance(config, Preflight) else config
     check_settings(own)
-    check_fit(own, model.config)
+    check_fit(own, model.arch)
     return own, model, GenerationConfig()
 
 
@@ -158,7 +158,7 @@ def _layer_formats(config: EngineConfig, num_layers: int) -> list[KVFormat]:
 
 def _limits(config: EngineConfig, model: Decoder, formats: Sequence[KVFormat]) -> Limits:
     """Return the caps that the config names, or those that the model and the machine allow."""
-    max_model_len = config.max_model_len or model.config.max_position
+    max_model_len = config.max_model_len or model.arch.max_position
     return Limits(
         max_model_len,
         config.max_num_seqs or _num_seqs(config, model, formats, max_model_len),
@@ -172,7 +172,7 @@ def _num_seqs(config: EngineConfig, model: Decoder, formats: Sequence[KVFormat],
     """Return how many requests run at once if the config does not say."""
     if model.device.type != "cuda":
         return LEAST_SEQS
-    shape = model.config
+    shape = model.arch
     budget = _budget_bytes(config, model, 0)
     per_slot = slot_bytes(formats, shape.num_kv_heads, shape.head_dim, model.dtype)
     return default_num_seqs(budget, per_slot, max_model_len)
@@ -200,8 +200,8 @@ def _pool(
         logger.info("activations and graphs: %.2f GiB for steps of %d tokens", reserve / GIB, tokens)
     return pool_size(
         formats,
-        model.config.num_kv_heads,
-        model.config.head_dim,
+        model.arch.num_kv_heads,
+        model.arch.head_dim,
         model.dtype,
         budget_bytes=_budget_bytes(config, model, reserve),
         max_model_len=limits.max_model_len,

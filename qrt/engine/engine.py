@@ -67,7 +67,7 @@ class Engine:
         self.model = parts.runner.model
         self._limits, self._eos = parts.limits, parts.eos
         priorities = self.config.scheduling_policy == "priority"
-        self._check = RequestCheck(self.model.config.vocab_size, parts.eos, priorities=priorities)
+        self._check = RequestCheck(self.model.arch.vocab_size, parts.eos, priorities=priorities)
         overlap = self.config.overlap
         self._depth = 2 if (self.model.device.type == "cuda" if overlap is None else overlap) else 1
         self._forget()
@@ -92,7 +92,7 @@ class Engine:
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of one token's K and V in all layers, scales included."""
-        config = self.model.config
+        config = self.model.arch
         return slot_bytes(self.formats, config.num_kv_heads, config.head_dim, self.model.dtype)
 
     @property

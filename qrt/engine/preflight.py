@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from qrt.arch import ModelConfig
+from qrt.arch import Arch
 from qrt.arch.runnable import runnable
 from qrt.config import EngineConfig
 from qrt.errors import ConfigError
@@ -25,7 +25,7 @@ class Preflight(NamedTuple):
     """Checked settings, with names of the Hub replaced by folders, and the model's sizes."""
 
     config: EngineConfig
-    sizes: ModelConfig
+    sizes: Arch
 
 
 def preflight(config: EngineConfig) -> Preflight:
@@ -36,11 +36,11 @@ def preflight(config: EngineConfig) -> Preflight:
     a KV format or an architecture that qrt does not have.
     """
     check_settings(config)
-    found: list[ModelConfig] = []
+    found: list[Arch] = []
 
     def check(folder: Path) -> None:
         entries = read_config(folder)
-        found.append(ModelConfig.from_hf(entries, runnable(entries, model_name(folder))))
+        found.append(runnable(entries, model_name(folder)))
         check_fit(config, found[0])
 
     tokenizer = config.tokenizer
@@ -70,11 +70,11 @@ def check_settings(config: EngineConfig) -> None:
         raise ConfigError(f"device: expected cuda, cuda:N or cpu, got {config.device!r}")
 
 
-def check_fit(config: EngineConfig, model: ModelConfig) -> None:
+def check_fit(config: EngineConfig, model: Arch) -> None:
     """Raise ConfigError for a length or a layer that the model does not have."""
-    if config.max_model_len is not None and config.max_model_len > model.context:
+    if config.max_model_len is not None and config.max_model_len > model.max_position:
         raise ConfigError(
-            f"max_model_len: expected at most the model's {model.context}, got {config.max_model_len}"
+            f"max_model_len: expected at most the model's {model.max_position}, got {config.max_model_len}"
         )
     if wrong := [layer for layer in config.kv_skip_layers if layer >= model.num_layers]:
         layers = f"0 to {model.num_layers - 1}"

@@ -13,6 +13,7 @@ from torch import Tensor
 from qrt.kernels.decode_attention import append_attention, decode_attention
 from qrt.kernels.kv_write import kv_write
 from qrt.kernels.prefill_attention import prefill_attention
+from qrt.kernels.scores import Scores
 from qrt.kernels.step import KVLayer, StepMeta
 
 
@@ -21,7 +22,7 @@ def store(q: Tensor, k: Tensor, v: Tensor, rope: tuple[Tensor, Tensor], step: St
     kv_write(q, k, v, *rope, step.positions, step.slots, kv.buffers, kv.smoothing, kv.format)
 
 
-def attend_decodes(q: Tensor, step: StepMeta, kv: KVLayer, out: Tensor, scale: float) -> None:
+def attend_decodes(q: Tensor, step: StepMeta, kv: KVLayer, out: Tensor, scores: Scores) -> None:
     """Write the attention of the tokens that decode, if any, to `out` (`decode_attention`)."""
     if decode := step.decode:
         decode_attention(
@@ -30,16 +31,19 @@ def attend_decodes(q: Tensor, step: StepMeta, kv: KVLayer, out: Tensor, scale: f
             step.slot_table,
             decode.rows,
             decode.kv_lens,
-            decode.parts,
+            decode.parts[scores.plan],
             out[: step.num_decodes],
             kv.format,
-            scale,
+            scores.scale,
             decode.newest,
+            scores.window,
+            scores.softcap,
+            scores.slopes,
         )
 
 
 def attend_chunks(
-    q: Tensor, k: Tensor, v: Tensor, step: StepMeta, kv: KVLayer, out: Tensor, scale: float
+    q: Tensor, k: Tensor, v: Tensor, step: StepMeta, kv: KVLayer, out: Tensor, scores: Scores
 ) -> None:
     """Write the attention of the prefill chunks' tokens, if any, to `out` (`prefill_attention`)."""
     if chunks := step.prefill:
@@ -57,7 +61,10 @@ def attend_chunks(
             chunks.num_cached,
             chunks.attend_cache,
             kv.format,
-            scale,
+            scores.scale,
+            scores.window,
+            scores.softcap,
+            scores.slopes,
         )
 
 
@@ -69,7 +76,7 @@ def append(
     step: StepMeta,
     kv: KVLayer,
     out: Sequence[Tensor],
-    scale: float,
+    scores: Scores,
 ) -> None:
     """Do `store` and `attend_decodes` in one launch, for a step that only decodes (`append_attention`).
 
@@ -87,8 +94,11 @@ def append(
         step.slot_table,
         decode.rows,
         decode.kv_lens,
-        decode.parts,
+        decode.parts[scores.plan],
         out,
         kv.format,
-        scale,
+        scores.scale,
+        scores.window,
+        scores.softcap,
+        scores.slopes,
     )

@@ -192,14 +192,28 @@ def _turned(matrix, x, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def online_softmax(query, tile, visible, m, l, acc, FMT: tl.constexpr):
+def capped(scores, softcap):
+    """Return softcap * tanh(scores / softcap), all in base 2."""
+    two = 2.0 * 1.4426950408889634
+    return softcap - 2.0 * softcap / (tl.exp2(scores * (two / softcap)) + 1.0)
+
+
+@triton.jit
+def online_softmax(query, tile, visible, m, l, acc, FMT: tl.constexpr, softcap=None, bias=None):
     """Attend the tokens of one tile, `visible` [N], with M heads, and return the new m, l and acc.
+
+    Scores are capped at `softcap` if it is given, then `bias` [N, M] is added.
 
     m [M] is the running maximum of each head, the format's weights included, l the running sums (`no_sums` at
     first), acc the accumulator; all in base 2. The first tile must have a visible token, or m stays -inf
     (Milakov and Gimelshein 2018, arXiv:1805.02867).
     """
-    scores = tl.where(visible[:, None], FMT.scores(query, tile), -float("inf"))
+    scores = FMT.scores(query, tile)
+    if softcap is not None:
+        scores = capped(scores, softcap)
+    if bias is not None:
+        scores += bias
+    scores = tl.where(visible[:, None], scores, -float("inf"))
     m_new = tl.maximum(m, tl.max(scores + FMT.weight(tile, m.shape[0]), 0))
     alpha = tl.exp2(m - m_new)
     p = tl.exp2(scores - m_new[None, :])

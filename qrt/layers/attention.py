@@ -6,55 +6,84 @@ cache, into the basis of the KV format; the attention operators return to the mo
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from qrt.kernels.attention import attend_chunks, attend_decodes, store
 from qrt.kernels.gpu import aside, together
+from qrt.kernels.scores import Scores
 from qrt.kernels.step import KVLayer, StepMeta
 from qrt.layers.linear import Linear
-from qrt.layers.norm import RMSNorm
-from qrt.layers.rope import RopeTables
+from qrt.layers.norm import NormLayer, WholeNorm
+from qrt.layers.rope import RopeTables, turn
+
+HeadNorm = NormLayer | WholeNorm
+
+
+@dataclass(frozen=True)
+class Heads:
+    """How many heads there are and what is done to them before the cache.
+
+    num_heads        of q
+    num_kv_heads     of k and v
+    dim              channels of each
+    scores           how they weigh the tokens that they attend
+    q_norm, k_norm   over the heads of q and k before RoPE, or None
+    turned_first     the RoPE of the layer where those norms stand behind it; then none follows
+    clip             q, k and v are clamped to at most this magnitude first, or None
+    q_scale          fp32 [P]: what q of each position is multiplied by, or None
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    dim: int
+    scores: Scores
+    q_norm: HeadNorm | None = None
+    k_norm: HeadNorm | None = None
+    turned_first: RopeTables | None = None
+    clip: float | None = None
+    q_scale: Tensor | None = None
 
 
 class Attention:
     """Grouped-query attention: query head h reads KV head h // (Hq/Hkv).
 
-    qkv              stacks q [Hq*D], k [Hkv*D] and v [Hkv*D]
-    o                [Hq*D] -> [H]
-    q_norm, k_norm   RMSNorm over each head of q and k before RoPE, or None
+    qkv    stacks q [Hq*D], k [Hkv*D] and v [Hkv*D]
+    o      [Hq*D] -> [H]
     """
 
-    def __init__(
-        self,
-        qkv: Linear,
-        o: Linear,
-        *,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        q_norm: RMSNorm | None = None,
-        k_norm: RMSNorm | None = None,
-    ) -> None:
+    def __init__(self, qkv: Linear, o: Linear, heads: Heads) -> None:
         self.qkv = qkv
         self.o = o
-        self.q_norm = q_norm
-        self.k_norm = k_norm
-        self.qkv_heads = (num_heads, num_kv_heads, num_kv_heads)
-        self.head_dim = head_dim
-        self.scale = head_dim**-0.5
+        self.of = heads
+        self.qkv_heads = (heads.num_heads, heads.num_kv_heads, heads.num_kv_heads)
+        self.head_dim = heads.dim
+        self.scores = heads.scores
 
     def __call__(self, x: Tensor, step: StepMeta, kv: KVLayer, rope: RopeTables) -> Tensor:
         """x [T, H] -> [T, H]; writes K and V of the step's tokens into `kv`."""
-        q, k, v = self.heads(self.qkv(x))
+        q, k, v = self.heads(self.qkv(x), step.positions)
         return self.o(self.attend(q, k, v, step, kv, rope))
 
-    def heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q [T, Hq, D], k and v [T, Hkv, D], q and k before RoPE; without norms, views."""
+    def heads(self, qkv: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q [T, Hq, D], k and v [T, Hkv, D] of tokens at `positions` [T], as they enter the cache."""
+        own = self.of
+        if own.clip is not None:
+            qkv = qkv.clamp(-own.clip, own.clip)
         q, k, v = qkv.unflatten(-1, (-1, self.head_dim)).split(self.qkv_heads, dim=1)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+        if own.turned_first is not None:
+            q, k = turn(q, own.turned_first, positions), turn(k, own.turned_first, positions)
+        if own.q_norm is not None and own.k_norm is not None:
+            q, k = own.q_norm(q), own.k_norm(k)
+        if own.q_scale is not None:
+            q = (q * own.q_scale[positions.long(), None, None]).to(q.dtype)
         return q, k, v
+
+    def parameters(self) -> list[Tensor]:
+        """Every tensor outside its Linears."""
+        return [t for norm in (self.of.q_norm, self.of.k_norm) if norm is not None for t in norm.parameters()]
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, step: StepMeta, kv: KVLayer, rope: RopeTables
@@ -69,11 +98,11 @@ class Attention:
         if out is None:
             out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if step.decode is None or step.prefill is None:
-            attend_chunks(q, k, v, step, kv, out, self.scale)
-            attend_decodes(q, step, kv, out, self.scale)
+            attend_chunks(q, k, v, step, kv, out, self.scores)
+            attend_decodes(q, step, kv, out, self.scores)
         else:
             with aside(q.device):
-                attend_chunks(q, k, v, step, kv, out, self.scale)
-            attend_decodes(q, step, kv, out, self.scale)
+                attend_chunks(q, k, v, step, kv, out, self.scores)
+            attend_decodes(q, step, kv, out, self.scores)
             together(q.device)
         return out.flatten(1)

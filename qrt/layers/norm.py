@@ -1,14 +1,18 @@
-"""RMSNorm."""
+"""RMSNorm, LayerNorm, and how they normalize the heads of q and k."""
 
 from __future__ import annotations
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from qrt.kernels.rmsnorm import rmsnorm
 
 
 class RMSNorm:
-    """x / rms(x) * weight over the last dimension (Zhang and Sennrich 2019, arXiv:1910.07467); weight [K]."""
+    """x / rms(x) * weight over the last dimension (Zhang and Sennrich 2019, arXiv:1910.07467); weight [K].
+
+    The normalized row is rounded to x's dtype before the weight multiplies it, unless the weight is fp32.
+    """
 
     def __init__(self, weight: Tensor, eps: float) -> None:
         self.weight = weight
@@ -17,3 +21,54 @@ class RMSNorm:
     def __call__(self, x: Tensor) -> Tensor:
         """x [..., K] -> the same shape and dtype, a new tensor."""
         return rmsnorm(x, self.weight, self.eps)
+
+    def parameters(self) -> list[Tensor]:
+        """Every tensor it holds."""
+        return [self.weight]
+
+
+class LayerNorm:
+    """(x - mean(x)) / std(x) * weight + bias over the last dimension (Ba et al. 2016, arXiv:1607.06450).
+
+    weight   [K], or [heads, K] for x [..., heads, K]; None: one
+    bias     [K], or None
+    """
+
+    def __init__(self, weight: Tensor | None, bias: Tensor | None, eps: float) -> None:
+        self.weight = weight
+        self.bias = bias
+        self.eps = eps
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [..., K] -> the same shape and dtype, a new tensor; computed in fp32."""
+        normal = F.layer_norm(x.float(), x.shape[-1:], eps=self.eps)
+        if self.weight is not None:
+            normal = normal * self.weight.float()
+        return (normal if self.bias is None else normal + self.bias.float()).to(x.dtype)
+
+    def parameters(self) -> list[Tensor]:
+        """Every tensor it holds."""
+        return [tensor for tensor in (self.weight, self.bias) if tensor is not None]
+
+
+NormLayer = RMSNorm | LayerNorm
+
+
+class WholeNorm:
+    """A norm over all heads of a token at once: x [T, heads, D] as rows of heads * D."""
+
+    def __init__(self, norm: NormLayer) -> None:
+        self.norm = norm
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, heads, D] -> the same shape, a new tensor."""
+        return self.norm(x.flatten(1)).view(x.shape)
+
+    def parameters(self) -> list[Tensor]:
+        """Every tensor it holds."""
+        return self.norm.parameters()
+
+
+def normed(norm: NormLayer | None, x: Tensor) -> Tensor:
+    """Return the norm of x, or x where there is no norm."""
+    return x if norm is None else norm(x)

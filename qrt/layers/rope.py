@@ -2,6 +2,7 @@
 
 Channel i of the first half of a head turns with channel i of the second half by the angle
 position * frequency[i] (Su et al. 2021, arXiv:2104.09864; the half-split pairing of Llama checkpoints).
+Other pairings become this one when weights are read (`channel_order`); pairs that do not turn have angle 0.
 The rotation itself happens in `qrt.kernels.kv_write`.
 """
 
@@ -23,15 +24,16 @@ class RopeTables(NamedTuple):
     sin: Tensor
 
 
-def frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
-    """Radians per position of each channel pair, fp64 [D/2] on CPU: theta^(-2i/D), rescaled by `rope.kind`.
+def frequencies(rope: RopeConfig) -> Tensor:
+    """Return radians per position of each pair that turns, fp64 [turning/2], rescaled by `kind`.
 
     linear: divided by the factor. llama3 (Llama 3.1): divided by the factor where fewer than
     `low_freq_factor` turns fit the original context, kept where more than `high_freq_factor` do, and
     interpolated by the number of turns in between. yarn (arXiv:2309.00071): the same, interpolated by the
-    number of the channel.
+    number of the channel. longrope (arXiv:2402.13753): divided by a factor for each pair.
     """
-    base = rope.theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    pairs, turning = rope.turning // 2, rope.turning
+    base = rope.theta ** (-torch.arange(0, turning, 2, dtype=torch.float64) / turning)
     match rope.kind:
         case "linear":
             return base / rope.factor
@@ -40,27 +42,58 @@ def frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
             keep = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
             return torch.lerp(base / rope.factor, base, keep.clamp(0, 1))
         case "yarn":
-            first, last = (_channel(rope, head_dim, t) for t in (rope.high_freq_factor, rope.low_freq_factor))
+            first, last = (_channel(rope, t) for t in (rope.high_freq_factor, rope.low_freq_factor))
             if rope.truncate:
                 first, last = math.floor(first), math.ceil(last)
-            first, last = max(first, 0), min(last, head_dim - 1)
-            stretched = (torch.arange(head_dim // 2, dtype=torch.float32) - first) / max(last - first, 1e-3)
+            first, last = max(first, 0), min(last, turning - 1)
+            stretched = (torch.arange(pairs, dtype=torch.float32) - first) / max(last - first, 1e-3)
             return torch.lerp(base, base / rope.factor, stretched.clamp(0, 1).double())
+        case "longrope":
+            return base / torch.tensor(rope.factors, dtype=torch.float64)
     return base
 
 
-def _channel(rope: RopeConfig, head_dim: int, turns: float) -> float:
+def _channel(rope: RopeConfig, turns: float) -> float:
     """Return the pair of channels, as a real number, that turns `turns` times in the original context."""
     turned = rope.original_max_position / (2 * math.pi * turns)
-    return head_dim * math.log(turned) / (2 * math.log(rope.theta))
+    return rope.turning * math.log(turned) / (2 * math.log(rope.theta))
 
 
-def rope_tables(rope: RopeConfig, head_dim: int, max_position: int, device: torch.device) -> RopeTables:
-    """Return the tables of positions 0..max_position-1.
+def channel_order(rope: RopeConfig, head_dim: int) -> Tensor | None:
+    """Return the channel of a checkpoint's head that goes to each place, int64 [D]; None: none moves.
+
+    Kernels turn channel i with channel i + D/2. Checkpoints pair halves of the channels that turn, or
+    neighbours. q k^T is the same in any order that q and k share, so rows of their weights are moved at load.
+    """
+    pairs = rope.turning // 2
+    if rope.pairs == "halves" and rope.turning == head_dim:
+        return None
+    first = torch.arange(pairs) if rope.pairs == "halves" else torch.arange(0, rope.turning, 2)
+    second = first + (pairs if rope.pairs == "halves" else 1)
+    rest = torch.arange(rope.turning, head_dim)
+    still = head_dim // 2 - pairs
+    return torch.cat((first, rest[:still], second, rest[still:]))
+
+
+def rope_tables(
+    rope: RopeConfig | None, head_dim: int, max_position: int, device: torch.device
+) -> RopeTables:
+    """Return the tables of positions 0..max_position-1, for channels in `channel_order`; None: nothing turns.
 
     Angles are computed in fp64, so that position 100000 is as exact as 1.
     """
     positions = torch.arange(max_position, dtype=torch.float64)
-    angles = torch.outer(positions, frequencies(rope, head_dim))
-    cos, sin = ((rope.length * turned).float().to(device) for turned in (angles.cos(), angles.sin()))
+    angles, length = torch.zeros(max_position, head_dim // 2, dtype=torch.float64), torch.ones(head_dim // 2)
+    if rope is not None:
+        pairs = rope.turning // 2
+        angles[:, :pairs] = torch.outer(positions, frequencies(rope))
+        length[:pairs] = rope.length
+    cos, sin = ((length.double() * turned).float().to(device) for turned in (angles.cos(), angles.sin()))
     return RopeTables(cos, sin)
+
+
+def turn(x: Tensor, rope: RopeTables, positions: Tensor) -> Tensor:
+    """Return x [T, H, D] of tokens at `positions` [T] turned, in its dtype; computed in fp32."""
+    cos, sin = (table[positions.long(), None] for table in rope)
+    lo, hi = x.float().chunk(2, -1)
+    return torch.cat((lo * cos - hi * sin, hi * cos + lo * sin), -1).to(x.dtype)

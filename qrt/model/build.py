@@ -1,31 +1,27 @@
-"""Put a decoder together from arch data, a config and a source of weights."""
+"""Put a decoder together from an architecture and a source of weights."""
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from qrt.arch import Arch, ModelConfig
-from qrt.layers.attention import Attention
+from qrt.arch import Arch
+from qrt.kernels.scores import Scores
+from qrt.layers.attention import Attention, HeadNorm, Heads
 from qrt.layers.embedding import Embedding
 from qrt.layers.linear import Linear
-from qrt.layers.mlp import MLP
-from qrt.layers.norm import RMSNorm
-from qrt.layers.rope import rope_tables
-from qrt.model.decoder import Decoder, DecoderLayer
+from qrt.layers.mlp import ACTIVATIONS, MLP, XIELU, OtherMLP
+from qrt.layers.norm import LayerNorm, NormLayer, RMSNorm, WholeNorm
+from qrt.layers.rope import RopeTables, rope_tables
+from qrt.model.decoder import Decoder, DecoderLayer, Norms
 from qrt.model.fused import FusedDecoder
+from qrt.model.stacks import Stack, head_channels, stacks
 from qrt.quant.weight import WeightData
 
-
-class LinearShape(NamedTuple):
-    """Of one run-time Linear: the N of each part stacked in it, the K they share, whether it has a bias."""
-
-    outs: tuple[int, ...]
-    in_features: int
-    bias: bool
+XIELU_PARTS = ("alpha_p", "alpha_n", "beta", "eps")
 
 
 class WeightSource(Protocol):
@@ -34,72 +30,190 @@ class WeightSource(Protocol):
     device: torch.device
     dtype: torch.dtype
 
-    def linear(self, modules: tuple[str, ...], shape: LinearShape) -> Linear:
-        """Return the checkpoint's Linears `modules`, stacked along N in this order."""
+    def linear(self, stack: Stack) -> Linear:
+        """Return the checkpoint's Linears of `stack` as one."""
+
+    def head(self, stack: Stack, *, unit: bool) -> Linear:
+        """Return the head; `unit`: its rows are normalized to length 1."""
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Return an unquantized tensor in the model dtype, on the device."""
+        """Return an unquantized tensor in its own dtype, on the device."""
+
+    def has(self, name: str) -> bool:
+        """Return whether there is a tensor `name`."""
 
 
-def layer_shapes(config: ModelConfig) -> dict[str, LinearShape]:
-    """Return the run-time Linears of one layer, by the names that `Arch.fuse` gives them."""
-    hidden, inner = config.hidden_size, config.intermediate_size
-    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    return {
-        "self_attn.qkv_proj": LinearShape((q, kv, kv), hidden, config.qkv_bias),
-        "self_attn.o_proj": LinearShape((hidden,), q, config.o_bias),
-        "mlp.gate_up_proj": LinearShape((inner, inner), hidden, config.mlp_bias),
-        "mlp.down_proj": LinearShape((hidden,), inner, config.mlp_bias),
-    }
-
-
-def layer_norms(config: ModelConfig) -> dict[str, int]:
-    """Return the norms of one layer, by their checkpoint names, with their sizes."""
-    norms = {"input_layernorm": config.hidden_size, "post_attention_layernorm": config.hidden_size}
-    heads = {"self_attn.q_norm": config.head_dim, "self_attn.k_norm": config.head_dim}
-    return norms | heads if config.qk_norm else norms
-
-
-def build(config: ModelConfig, arch: Arch, weights: WeightSource, *, progress: str) -> Decoder:
+def build(arch: Arch, weights: WeightSource, *, progress: str) -> Decoder:
     """Build the decoder layer by layer, with a progress bar on stderr called `progress`.
 
     Its steps run fused where `qrt.model.fused` can run its layers, else plainly.
     """
-    hidden, vocab = config.hidden_size, config.vocab_size
-    embed = Embedding(weights.tensor(f"{arch.embed}.weight", (vocab, hidden)))
+    ropes = _Ropes(arch, weights.device)
+    embed = _embedding(arch, weights)
     layers = [
-        _layer(config, arch, weights, i) for i in tqdm(range(config.num_layers), progress, unit="layer")
+        _Layer(arch, weights, i, ropes).layer() for i in tqdm(range(arch.num_layers), progress, unit="layer")
     ]
-    norm = RMSNorm(weights.tensor(f"{arch.norm}.weight", (hidden,)), config.rms_norm_eps)
-    if config.tied_embeddings:
-        head = Linear.pack("fp16", WeightData(embed.weight), weights.device, weights.dtype)
+    norm = norm_layer(arch, weights, arch.names.norm, arch.hidden_size)
+    head = Stack((arch.names.head,), (arch.vocab_size,), arch.hidden_size, arch.head_bias)
+    if arch.tied_embeddings and not arch.unit_head:
+        bias = weights.tensor(f"{arch.names.head}.bias", (arch.vocab_size,)) if arch.head_bias else None
+        tied = WeightData(embed.weight, bias=bias)
+        linear = Linear.pack("fp16", tied, weights.device, weights.dtype)
     else:
-        head = weights.linear((arch.head,), LinearShape((vocab,), hidden, False))
-    rope = rope_tables(config.rope, config.head_dim, config.max_position, weights.device)
-    decoder = Decoder(config, embed, layers, norm, head, rope)
+        linear = weights.head(head, unit=arch.unit_head)
+    assert norm is not None or arch.norm.kind == "unit"
+    decoder = Decoder(arch, embed, layers, norm, linear, [ropes.behind(i) for i in range(arch.num_layers)])
     return FusedDecoder.of(decoder) or decoder
 
 
-def _layer(config: ModelConfig, arch: Arch, weights: WeightSource, index: int) -> DecoderLayer:
-    prefix = f"{arch.layers}.{index}"
-    shapes = layer_shapes(config)
-    linears = {
-        role: weights.linear(tuple(f"{prefix}.{part}" for part in parts), shapes[role])
-        for role, parts in arch.fuse
-    }
+def norm_layer(
+    arch: Arch, weights: WeightSource, name: str, *shape: int, channels: Tensor | None = None
+) -> NormLayer:
+    """Return the norm that the checkpoint stores as `name`, of weight `shape`.
 
-    norms = {
-        name: RMSNorm(weights.tensor(f"{prefix}.{name}.weight", (size,)), config.rms_norm_eps)
-        for name, size in layer_norms(config).items()
-    }
-    attention = Attention(
-        linears["self_attn.qkv_proj"],
-        linears["self_attn.o_proj"],
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        q_norm=norms.get("self_attn.q_norm"),
-        k_norm=norms.get("self_attn.k_norm"),
-    )
-    mlp = MLP(linears["mlp.gate_up_proj"], linears["mlp.down_proj"])
-    return DecoderLayer(norms["input_layernorm"], attention, norms["post_attention_layernorm"], mlp)
+    channels  the stored channel that goes to each place of the last dimension, or None
+    """
+    spec = arch.norm
+    if spec.kind == "unit":
+        return LayerNorm(None, None, spec.eps)
+
+    def read(name: str) -> Tensor:
+        tensor = weights.tensor(name, shape)
+        return tensor if channels is None else tensor[..., channels.to(tensor.device)].contiguous()
+
+    stored = read(f"{name}.weight")
+    weight = stored.float() + spec.plus if spec.wide else stored.to(weights.dtype)
+    if spec.kind == "rms":
+        return RMSNorm(weight, spec.eps)
+    bias = f"{name}.bias"
+    return LayerNorm(weight, read(bias).to(weights.dtype) if weights.has(bias) else None, spec.eps)
+
+
+def _embedding(arch: Arch, weights: WeightSource) -> Embedding:
+    names, hidden = arch.names, arch.hidden_size
+    table = weights.tensor(f"{names.embed}.weight", (arch.vocab_size, hidden)).to(weights.dtype)
+    positions, first = None, arch.positions or 0
+    if names.positions is not None:
+        shape = arch.max_position + first, hidden
+        positions = weights.tensor(f"{names.positions}.weight", shape).to(weights.dtype)
+    norm = None if names.embed_norm is None else norm_layer(arch, weights, names.embed_norm, hidden)
+    return Embedding(table, scale=arch.embed_scale, positions=positions, first=first, norm=norm)
+
+
+class _Ropes:
+    """The tables of rotary embeddings, each made once."""
+
+    def __init__(self, arch: Arch, device: torch.device) -> None:
+        self._arch = arch
+        self._tables = {
+            key: rope_tables(
+                None if key is None else arch.ropes[key], arch.head_dim, arch.max_position, device
+            )
+            for key in {layer.rope for layer in arch.layers} | ({None} if arch.qk_norm == "after" else set())
+        }
+
+    def of(self, index: int) -> RopeTables:
+        """Return that of layer `index`."""
+        return self._tables[self._arch.layers[index].rope]
+
+    def behind(self, index: int) -> RopeTables:
+        """Return what is left to turn behind `Attention.heads`."""
+        return self._tables[None] if self._arch.qk_norm == "after" else self.of(index)
+
+    def q_scale(self, device: torch.device) -> Tensor | None:
+        """Return the factor of q by position, fp32 [P], None where there is none."""
+        if (spec := self._arch.q_scale) is None:
+            return None
+        steps = torch.arange(self._arch.max_position, dtype=torch.float64) // spec.length
+        return (1 + spec.strength * torch.log1p(steps)).float().to(device)
+
+
+class _Layer:
+    """Builds layer `index`."""
+
+    def __init__(self, arch: Arch, weights: WeightSource, index: int, ropes: _Ropes) -> None:
+        self.arch, self.weights, self.index, self.ropes = arch, weights, index, ropes
+        self.prefix = f"{arch.names.layers}.{index}"
+
+    def layer(self) -> DecoderLayer:
+        """Return it."""
+        arch, names = self.arch, self.arch.names
+        linears = {role: self.weights.linear(stack) for role, stack in stacks(arch, self.index).items()}
+        norms = Norms(
+            *(
+                self._norm(name)
+                for name in (names.attention_in, names.mlp_in, names.attention_out, names.mlp_out)
+            )
+        )
+        return DecoderLayer(
+            Attention(linears["qkv"], linears["o"], self._heads()),
+            self._mlp(linears["gate_up"], linears["down"]),
+            norms,
+            parallel=arch.parallel,
+            residual_scale=arch.residual_scale,
+        )
+
+    def _norm(self, name: str | None) -> NormLayer | None:
+        if name is None:
+            return None
+        return norm_layer(self.arch, self.weights, f"{self.prefix}.{name}", self.arch.hidden_size)
+
+    def _heads(self) -> Heads:
+        arch = self.arch
+        after = arch.qk_norm == "after" and arch.layers[self.index].rope is not None
+        return Heads(
+            arch.num_heads,
+            arch.num_kv_heads,
+            arch.head_dim,
+            self._scores(),
+            q_norm=self._head_norm(arch.names.q_norm, arch.num_heads),
+            k_norm=self._head_norm(arch.names.k_norm, arch.num_kv_heads),
+            turned_first=self.ropes.of(self.index) if after else None,
+            clip=arch.clip,
+            q_scale=self.ropes.q_scale(self.weights.device),
+        )
+
+    def _scores(self) -> Scores:
+        arch, window = self.arch, self.arch.layers[self.index].window or 0
+        slopes = torch.tensor(arch.alibi, dtype=torch.float32, device=self.weights.device)
+        return Scores(
+            arch.head_dim**-0.5 if arch.attention_scale is None else arch.attention_scale,
+            window,
+            arch.windows.index(window),
+            arch.softcap or 0.0,
+            slopes if arch.alibi else None,
+        )
+
+    def _head_norm(self, name: str, heads: int) -> HeadNorm | None:
+        arch, weights, full = self.arch, self.weights, f"{self.prefix}.{name}"
+        channels = head_channels(arch, self.index)
+        match arch.qk_norm:
+            case "head" | "after":
+                return norm_layer(arch, weights, full, arch.head_dim, channels=channels)
+            case "modules":
+                parts = [
+                    norm_layer(arch, weights, f"{full}.norms.{i}", arch.head_dim, channels=channels)
+                    for i in range(heads)
+                ]
+                return LayerNorm(torch.stack([part.parameters()[0] for part in parts]), None, arch.norm.eps)
+            case "each":
+                return norm_layer(arch, weights, full, heads, arch.head_dim, channels=channels)
+            case "whole":
+                if channels is not None:
+                    channels = (torch.arange(heads)[:, None] * arch.head_dim + channels).flatten()
+                return WholeNorm(norm_layer(arch, weights, full, heads * arch.head_dim, channels=channels))
+        return None
+
+    def _mlp(self, gate_up: Linear, down: Linear) -> MLP:
+        arch = self.arch
+        if arch.act == "silu" and arch.gate_up != "plain":
+            return MLP(gate_up, down)
+        if arch.act == "xielu":
+            name = f"{self.prefix}.{arch.names.activation}"
+            shapes = ((1,), (1,), (), ())
+            parts = [
+                self.weights.tensor(f"{name}.{part}", shape).to(self.weights.dtype)
+                for part, shape in zip(XIELU_PARTS, shapes, strict=True)
+            ]
+            return OtherMLP(gate_up, down, XIELU(*parts), gated=arch.gate_up != "plain")
+        return OtherMLP(gate_up, down, ACTIVATIONS[arch.act], gated=arch.gate_up != "plain")

@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from qrt.arch import ModelConfig
+from qrt.arch import Arch
 from qrt.kernels.gpu import launches_on
 from qrt.kernels.prefill_attention.tiles import Queries
 from qrt.kernels.step import KVLayer, StepMeta
@@ -20,66 +21,96 @@ from qrt.layers.attention import Attention
 from qrt.layers.embedding import Embedding
 from qrt.layers.linear import Linear
 from qrt.layers.mlp import MLP
-from qrt.layers.norm import RMSNorm
+from qrt.layers.norm import NormLayer, normed
 from qrt.layers.rope import RopeTables
 from qrt.mem.storage import KVStorage
 
 
-class DecoderLayer:
-    """Attention and MLP, each behind a norm and added to what it read."""
+class Norms(NamedTuple):
+    """The norms of a layer: in front of attention and mlp, and behind them. None: there is none."""
 
-    def __init__(self, attention_norm: RMSNorm, attention: Attention, mlp_norm: RMSNorm, mlp: MLP) -> None:
-        self.attention_norm = attention_norm
+    attention_in: NormLayer | None
+    mlp_in: NormLayer | None
+    attention_out: NormLayer | None = None
+    mlp_out: NormLayer | None = None
+
+
+class DecoderLayer:
+    """Attention and mlp, each between its norms and added to what it read.
+
+    parallel        both read the layer's input
+    residual_scale  what both are multiplied by before they are added
+    """
+
+    def __init__(
+        self,
+        attention: Attention,
+        mlp: MLP,
+        norms: Norms,
+        *,
+        parallel: bool = False,
+        residual_scale: float = 1.0,
+    ) -> None:
         self.attention = attention
-        self.mlp_norm = mlp_norm
         self.mlp = mlp
+        self.norms = norms
+        self.parallel = parallel
+        self.residual_scale = residual_scale
 
     def __call__(self, x: Tensor, step: StepMeta, kv: KVLayer, rope: RopeTables) -> Tensor:
         """x [T, H] -> [T, H]; K and V of the step's tokens go into `kv`."""
-        x = x + self.attention(self.attention_norm(x), step, kv, rope)
-        return x + self.mlp(self.mlp_norm(x))
+        n, m = self.norms, self.residual_scale
+        y = x + m * normed(n.attention_out, self.attention(normed(n.attention_in, x), step, kv, rope))
+        return y + m * normed(n.mlp_out, self.mlp(normed(n.mlp_in, x if self.parallel else y)))
 
     def linears(self) -> tuple[Linear, ...]:
         """Every Linear of it."""
         return self.attention.qkv, self.attention.o, self.mlp.gate_up, self.mlp.down
 
-    def norms(self) -> tuple[RMSNorm, ...]:
-        """Every norm of it."""
-        norms = (self.attention_norm, self.mlp_norm, self.attention.q_norm, self.attention.k_norm)
-        return tuple(norm for norm in norms if norm is not None)
+    def parameters(self) -> Iterator[Tensor]:
+        """Every weight tensor outside its Linears."""
+        yield from self.attention.parameters()
+        yield from self.mlp.parameters()
+        for norm in self.norms:
+            yield from () if norm is None else norm.parameters()
 
 
 @dataclass(eq=False, repr=False)
 class Decoder:
     """A loaded model: weights, and nothing of requests. A step's state comes in StepMeta and KVStorage.
 
-    config    sizes and facts; `config.max_position` is the longest context it answers rightly
+    arch      sizes and facts; `arch.max_position` is the longest context it answers rightly
     norm      the final one, which the head reads
+    ropes     the rotary embedding of each layer
     """
 
-    config: ModelConfig
+    arch: Arch
     embed: Embedding
     layers: list[DecoderLayer]
-    norm: RMSNorm
+    norm: NormLayer
     head: Linear
-    rope: RopeTables
+    ropes: list[RopeTables]
 
     def hidden(self, step: StepMeta, kv: KVStorage) -> Tensor:
         """Run one step; the hidden states [T, H] after the final norm. K and V go into `kv`."""
         with launches_on(self.device):
-            x = self.embed(step.tokens)
+            x = self.embed(step.tokens, step.positions)
             for i, layer in enumerate(self.layers):
-                x = layer(x, step, kv.layer(i), self.rope)
+                x = layer(x, step, kv.layer(i), self.ropes[i])
             return self.norm(x)
 
     def of_layers(self, count: int) -> Decoder:
         """Return a decoder of the first `count` layers, between the same embedding and head."""
-        return replace(self, layers=self.layers[:count])
+        return replace(self, layers=self.layers[:count], ropes=self.ropes[:count])
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [L, H] -> [L, V] in their dtype; pass only the rows that are needed."""
         with launches_on(self.device):
-            return self.head(hidden)
+            logits = self.head(hidden)
+            if self.arch.logit_scale != 1.0:
+                logits *= self.arch.logit_scale
+            cap = self.arch.logit_cap
+            return logits if cap is None else cap * torch.tanh(logits / cap)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -89,8 +120,8 @@ class Decoder:
     @property
     def queries(self) -> Queries:
         """How queries of a chunk are cut into tiles."""
-        config = self.config
-        return Queries.of(config.num_heads, config.num_kv_heads, config.head_dim, self.dtype.itemsize)
+        arch = self.arch
+        return Queries.of(arch.num_heads, arch.num_kv_heads, arch.head_dim, self.dtype.itemsize)
 
     @property
     def device(self) -> torch.device:
@@ -105,12 +136,12 @@ class Decoder:
 
     def parameters(self) -> Iterator[Tensor]:
         """Every weight tensor; a tied head yields the embedding's table again."""
-        yield self.embed.weight
+        yield from self.embed.parameters()
         for linear in self.linears():
             yield from linear.parameters()
         for layer in self.layers:
-            yield from (norm.weight for norm in layer.norms())
-        yield self.norm.weight
+            yield from layer.parameters()
+        yield from self.norm.parameters()
 
     @property
     def num_bytes(self) -> int:
@@ -130,6 +161,6 @@ class Decoder:
     def __str__(self) -> str:
         """For start-up: `LlamaForCausalLM, 32 layers, w4a16 (head fp16), 5.35 GiB, torch.bfloat16`."""
         return (
-            f"{self.config.architecture}, {self.config.num_layers} layers, {self.scheme} "
+            f"{self.arch.name}, {self.arch.num_layers} layers, {self.scheme} "
             f"(head {self.head.scheme}), {self.num_bytes / 2**30:.2f} GiB, {self.dtype}"
         )

@@ -40,7 +40,7 @@ from qrt.kernels.step import KVLayer, StepMeta
 from qrt.layers.attention import Attention
 from qrt.layers.linear import Linear
 from qrt.layers.mlp import MLP
-from qrt.layers.norm import RMSNorm
+from qrt.layers.norm import NormLayer, RMSNorm
 from qrt.layers.rope import RopeTables
 from qrt.mem.storage import KVStorage
 from qrt.model.decoder import Decoder, DecoderLayer
@@ -55,11 +55,13 @@ SPLIT_TOKENS = 64  # most tokens whose int8 product is left in split sums: more 
 
 # the parts of a layer that the kernels compute, by their exact classes: a subclass computes something else
 KNOWN_PARTS: dict[str, type] = {
-    "attention_norm": RMSNorm,
+    "norms.attention_in": RMSNorm,
     "attention": Attention,
     "attention.qkv": Linear,
     "attention.o": Linear,
-    "mlp_norm": RMSNorm,
+    "norms.mlp_in": RMSNorm,
+    "norms.attention_out": type(None),
+    "norms.mlp_out": type(None),
     "mlp": MLP,
     "mlp.gate_up": Linear,
     "mlp.down": Linear,
@@ -71,8 +73,8 @@ class FusedDecoder(Decoder):
     """A decoder whose steps run as chains of kernels; all else is as in Decoder."""
 
     def __post_init__(self) -> None:
-        following = [(layer.attention_norm, layer.attention.qkv) for layer in self.layers[1:]]
-        readers = [*following, (self.norm, None)]
+        following = [(layer.norms.attention_in, layer.attention.qkv) for layer in self.layers[1:]]
+        readers: list[tuple[NormLayer | None, Linear | None]] = [*following, (self.norm, None)]
         self.fused = [FusedLayer(layer, *reader) for layer, reader in zip(self.layers, readers, strict=True)]
 
     @classmethod
@@ -81,22 +83,26 @@ class FusedDecoder(Decoder):
 
         Returns None, and logs why, where a part of a layer is one that the kernels do not compute.
         """
-        if unknown := _unknown_part(decoder):
+        if unknown := unfused_part(decoder):
             logger.warning(
                 "layers run one operator at a time, which is slower: no fused kernel for %s", unknown
             )
             return None
-        return cls(decoder.config, decoder.embed, decoder.layers, decoder.norm, decoder.head, decoder.rope)
+        return cls(decoder.arch, decoder.embed, decoder.layers, decoder.norm, decoder.head, decoder.ropes)
 
     def hidden(self, step: StepMeta, kv: KVStorage) -> Tensor:
         """Run one step, as `Decoder.hidden`."""
         first = self.layers[0]
-        norm = first.attention_norm
+        norm = _rms_norm(first.norms.attention_in)
         with launches_on(self.device):
-            residual, x = embed_rmsnorm(step.tokens, self.embed.weight, norm.weight, norm.eps)
+            if self.embed.plain:
+                residual, x = embed_rmsnorm(step.tokens, self.embed.weight, norm.weight, norm.eps)
+            else:
+                residual = self.embed(step.tokens, step.positions)
+                x = norm(residual)
             x = first.attention.qkv(x)
             for i, layer in enumerate(self.fused):
-                x = layer(x, residual, step, kv.layer(i), self.rope)
+                x = layer(x, residual, step, kv.layer(i), self.ropes[i])
         return x
 
 
@@ -108,11 +114,12 @@ class FusedLayer:
     next_qkv    the next layer's attention.qkv, or None behind the last layer
     """
 
-    def __init__(self, layer: DecoderLayer, norm: RMSNorm, next_qkv: Linear | None) -> None:
+    def __init__(self, layer: DecoderLayer, norm: NormLayer | None, next_qkv: Linear | None) -> None:
         self.layer = layer
-        self.norm = norm
+        self.mlp_norm = _rms_norm(layer.norms.mlp_in)
+        self.norm = _rms_norm(norm)
         self.next_qkv = next_qkv
-        self.link = _link(layer, norm, next_qkv)
+        self.link = _link(layer, self.norm, next_qkv)
 
     def __call__(
         self, qkv: Tensor, residual: Tensor, step: StepMeta, kv: KVLayer, rope: RopeTables
@@ -127,8 +134,10 @@ class FusedLayer:
 
     def chains(self, residual: Tensor) -> bool:
         """Return whether `chain` computes what follows the attention of this step."""
-        heads, head_dim = self.layer.attention.qkv_heads[0], self.layer.attention.head_dim
-        return self.link is not None and fits(heads * head_dim, residual, self.link)
+        link, (heads, *_), head_dim = self.link, self.layer.attention.qkv_heads, self.layer.attention.head_dim
+        if link is None or not link.norm.dtype == link.mlp_norm.dtype == residual.dtype:
+            return False
+        return fits(heads * head_dim, residual, link)
 
     def epilogues(self, tokens: Tensor) -> dict[str, Epilogue]:
         """Return what the products of o, gate_up and down are asked for where `chain` does not run.
@@ -161,7 +170,7 @@ class FusedLayer:
     ) -> list[Tensor]:
         """Store K and V, and return what the heads attended as `after_attention` takes it."""
         attention = self.layer.attention
-        q, k, v = attention.heads(qkv)
+        q, k, v = attention.heads(qkv, step.positions)
         if not _appends(attention, q, step, kv):
             return [attention.attend(q, k, v, step, kv, rope)]
         tokens, heads, head_dim = q.shape
@@ -170,12 +179,12 @@ class FusedLayer:
             out = [digits.codes, digits.facts]
         else:
             out = [torch.empty(q.shape, dtype=q.dtype, device=q.device)]
-        append(q, k, v, rope, step, kv, out, attention.scale)
+        append(q, k, v, rope, step, kv, out, attention.scores)
         return out if len(out) == 2 else [out[0].flatten(1)]
 
     def _mlp(self, y: Tensor, residual: Tensor) -> Tensor:
         """Add y, which may be split sums, to `residual` in place; return the MLP of it, as `_for_norm`."""
-        norm, gate_up, down = self.layer.mlp_norm, self.layer.mlp.gate_up, self.layer.mlp.down
+        norm, gate_up, down = self.mlp_norm, self.layer.mlp.gate_up, self.layer.mlp.down
         if not _takes_int8(gate_up) and not _takes_int8(down):
             x = _add_norm(norm, residual, y)
             return down(linear_silu(x, gate_up.tensors, gate_up.bias, gate_up.scheme))
@@ -191,16 +200,28 @@ class FusedLayer:
         return _int8_for_norm(down, QuantizedTokens(codes, scale, both.dtype))
 
 
-def _unknown_part(decoder: Decoder) -> str | None:
-    """Name the first part of a layer that the fused kernels do not compute."""
+def unfused_part(decoder: Decoder) -> str | None:
+    """Return the first fact of a layer that the fused kernels do not compute, None if they compute all."""
     for i, layer in enumerate(decoder.layers):
         if type(layer) is not DecoderLayer:
-            return f"layer {i}, a {type(layer).__name__}"
+            return f"layer {i}: it is a {type(layer).__name__}"
         for name, known in KNOWN_PARTS.items():
             part = attrgetter(name)(layer)
             if type(part) is not known:
-                return f"{name} of layer {i}, a {type(part).__name__}"
+                return f"layer {i}: {name} is a {type(part).__name__}"
+        if layer.parallel:
+            return f"layer {i}: attention and mlp read the same norm or stream"
+        if layer.residual_scale != 1.0:
+            return f"layer {i}: what it adds is scaled"
+    if type(decoder.norm) is not RMSNorm:
+        return f"the last norm is a {type(decoder.norm).__name__}"
     return None
+
+
+def _rms_norm(norm: NormLayer | None) -> RMSNorm:
+    """Return a norm that `unfused_part` has found to be an RMSNorm."""
+    assert isinstance(norm, RMSNorm)
+    return norm
 
 
 def _link(layer: DecoderLayer, norm: RMSNorm, next_qkv: Linear | None) -> Link | None:
@@ -210,8 +231,9 @@ def _link(layer: DecoderLayer, norm: RMSNorm, next_qkv: Linear | None) -> Link |
     than `next_qkv` has a bias.
     """
     own = [layer.attention.o, layer.mlp.gate_up, layer.mlp.down]
+    mlp_norm = _rms_norm(layer.norms.mlp_in)
     schemes = {linear.scheme for linear in own} | ({next_qkv.scheme} if next_qkv else set())
-    if len(schemes) > 1 or layer.mlp_norm.eps != norm.eps or any(linear.bias is not None for linear in own):
+    if len(schemes) > 1 or mlp_norm.eps != norm.eps or any(linear.bias is not None for linear in own):
         return None
     return Link(
         o=layer.attention.o.tensors,
@@ -219,7 +241,7 @@ def _link(layer: DecoderLayer, norm: RMSNorm, next_qkv: Linear | None) -> Link |
         down=layer.mlp.down.tensors,
         qkv=next_qkv.tensors if next_qkv else [],
         bias=next_qkv.bias if next_qkv else None,
-        mlp_norm=layer.mlp_norm.weight,
+        mlp_norm=mlp_norm.weight,
         norm=norm.weight,
         eps=norm.eps,
         scheme=layer.mlp.down.scheme,

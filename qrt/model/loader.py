@@ -3,34 +3,42 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from qrt.arch import Arch, ModelConfig
+from qrt.arch import Arch
 from qrt.arch.runnable import runnable
 from qrt.checks import first_few
 from qrt.errors import CheckpointError, UnsupportedError
 from qrt.layers.linear import Linear
-from qrt.model.build import LinearShape, build, layer_norms, layer_shapes
+from qrt.model.build import XIELU_PARTS, build
 from qrt.model.decoder import Decoder
 from qrt.model.random import RandomWeights
+from qrt.model.stacks import Stack, stacks
 from qrt.quant.checkpoint import Checkpoint, open_checkpoint
 from qrt.quant.checkpoint.format import FLOATS
 from qrt.quant.checkpoint.reader import is_unread
-from qrt.quant.weight.base import fuse
+from qrt.quant.weight.base import WeightData, fuse
 
 logger = logging.getLogger(__name__)
+
+# where else the text half of a model that reads images is stored: beginnings of names
+MOVED = (
+    ("language_model.model.", "model.language_model."),
+    ("model.language_model.", "language_model.model."),
+    ("model.language_model.", "model."),
+    ("model.", "model.language_model."),
+)
 
 
 def dummy_model(checkpoint: Checkpoint, *, device: torch.device, dtype: torch.dtype) -> Decoder:
     """Make random weights of the sizes, schemes and grids in `checkpoint`'s config.json; read no tensor."""
     arch = _architecture(checkpoint)
-    config = _cap_to_window(ModelConfig.from_hf(checkpoint.config, arch))
-    return build(config, arch, RandomWeights(checkpoint.grid, device, dtype), progress="Making weights")
+    return build(arch, RandomWeights(checkpoint.grid, device, dtype), progress="Making weights")
 
 
 def load_model(source: str | Path | Checkpoint, *, device: torch.device, dtype: torch.dtype) -> Decoder:
@@ -41,13 +49,11 @@ def load_model(source: str | Path | Checkpoint, *, device: torch.device, dtype: 
     each by name.
     """
     checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
-    arch = _architecture(checkpoint)
-    config = _cap_to_window(ModelConfig.from_hf(checkpoint.config, arch))
-    config = _untie(config, arch, checkpoint)
-    _check_names(config, arch, checkpoint)
+    arch = _untie(_place_names(_architecture(checkpoint), checkpoint.names()), checkpoint)
+    _check_names(arch, checkpoint)
     weights = CheckpointWeights(checkpoint, device, dtype)
-    decoder = build(config, arch, weights, progress="Loading weights")
-    left = [module for module in weights.unquantized if module != arch.head]
+    decoder = build(arch, weights, progress="Loading weights")
+    left = [module for module in weights.unquantized if module != arch.names.head]
     if left and len(decoder.schemes) > 1:
         logger.warning("left unquantized by the checkpoint: %s", first_few(left))
     return decoder
@@ -65,39 +71,55 @@ class CheckpointWeights:
         self.dtype = dtype
         self.unquantized: list[str] = []
 
-    def linear(self, modules: tuple[str, ...], shape: LinearShape) -> Linear:
-        """Read, check and stack the Linears `modules`.
+    def linear(self, stack: Stack) -> Linear:
+        """Read, check and stack the Linears of `stack`.
 
         Raises CheckpointError when the parts are not quantized alike, UnsupportedError for a grid that no
         kernel runs.
         """
+        return self._pack(stack, *self._read(stack))
+
+    def head(self, stack: Stack, *, unit: bool) -> Linear:
+        """Read and check the head."""
+        scheme, weight = self._read(stack)
+        return self._pack(stack, scheme, _unit_rows(weight) if unit else weight)
+
+    def _read(self, stack: Stack) -> tuple[str, WeightData]:
+        """Return the scheme and the canonical weight of `stack`, its rows in run-time order."""
         schemes, parts = [], []
-        for module, out in zip(modules, shape.outs, strict=True):
-            scheme, part = self.checkpoint.linear(module)
-            if part.values.shape != (out, shape.in_features):
-                raise self._mismatch(module, part.values.shape, (out, shape.in_features))
+        for module, out in zip(stack.modules, stack.outs, strict=True):
+            scheme, part = self.checkpoint.linear(module, transposed=stack.transposed)
+            if part.values.shape != (out, stack.in_features):
+                raise self._mismatch(module, part.values.shape, (out, stack.in_features))
             schemes.append(scheme)
             parts.append(part)
         remedy = "fused projections must be quantized alike; quantize or ignore them together"
         if len(set(schemes)) > 1:
-            came = ", ".join(f"{m} is {s}" for m, s in zip(modules, schemes, strict=True))
+            came = ", ".join(f"{m} is {s}" for m, s in zip(stack.modules, schemes, strict=True))
             raise CheckpointError(f"{self.checkpoint.path}: {came}: {remedy}")
         try:
             weight = fuse(parts)
         except ValueError as error:
             raise CheckpointError(
-                f"{self.checkpoint.path}: {', '.join(modules)}: {error}: {remedy}"
+                f"{self.checkpoint.path}: {', '.join(stack.modules)}: {error}: {remedy}"
             ) from error
-        self.unquantized += modules if weight.scale is None else ()
-        if not shape.bias:
+        self.unquantized += stack.modules if weight.scale is None else ()
+        if not stack.bias:
             weight = replace(weight, bias=None)  # zeros: _check_names
+        return schemes[0], weight if stack.order is None else weight.rows(stack.order)
+
+    def _pack(self, stack: Stack, scheme: str, weight: WeightData) -> Linear:
         try:
-            return Linear.pack(schemes[0], weight, self.device, self.dtype)
+            return Linear.pack(scheme, weight, self.device, self.dtype)
         except UnsupportedError as error:
-            raise UnsupportedError(f"{self.checkpoint.path}: {', '.join(modules)}: {error}") from error
+            raise UnsupportedError(f"{self.checkpoint.path}: {', '.join(stack.modules)}: {error}") from error
+
+    def has(self, name: str) -> bool:
+        """Return whether the checkpoint holds a tensor `name`."""
+        return self.checkpoint.has(name)
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Read and check an embedding or a norm."""
+        """Read and check an embedding, a norm or a bias."""
         tensor = self.checkpoint.tensor(name)
         if tensor.dtype not in FLOATS:
             raise UnsupportedError(
@@ -107,8 +129,9 @@ class CheckpointWeights:
         if tuple(tensor.shape) != shape:
             raise self._mismatch(name, tensor.shape, shape)
         module = name.rpartition(".")[0]
-        self.checkpoint.expect_no_more(module, (name, f"{module}.bias"))  # a bias is zero: _check_names
-        return tensor.to(self.device, self.dtype)
+        beside = ("weight", "bias", *XIELU_PARTS)  # a bias that nothing reads is zero: _check_names
+        self.checkpoint.expect_no_more(module, [f"{module}.{part}" for part in beside])
+        return tensor.to(self.device)
 
     def _mismatch(self, name: str, came: Iterable[int], expected: Iterable[int]) -> CheckpointError:
         return CheckpointError(
@@ -117,64 +140,114 @@ class CheckpointWeights:
         )
 
 
+def _unit_rows(weight: WeightData) -> WeightData:
+    """Return `weight` with rows of length 1: of a quantized one the scales are divided."""
+    length = weight.dequantize().norm(dim=1, keepdim=True).clamp(min=1e-12)
+    if weight.scale is None:
+        return replace(weight, values=(weight.values.float() / length).to(weight.values.dtype))
+    return replace(weight, scale=(weight.scale.float() / length).to(weight.scale.dtype))
+
+
 def _architecture(checkpoint: Checkpoint) -> Arch:
     if checkpoint.config.get("auto_map"):
         logger.warning("config.json names code of the model's own (auto_map); it is not run")
     return runnable(checkpoint.config, checkpoint.path)
 
 
-def _cap_to_window(config: ModelConfig) -> ModelConfig:
-    context, longest = config.context, config.max_position
-    if context < longest:
-        logger.warning("context capped at the model's sliding window: %d of %d tokens", context, longest)
-    return replace(config, max_position=context)
+def _place_names(arch: Arch, stored: Collection[str]) -> Arch:
+    """Return `arch` with the names under which the checkpoint holds it.
+
+    Checkpoints of a body alone leave its first name out ("h.0" for "transformer.h.0"), and those of models
+    that read images have been saved with the text half in two places.
+    """
+    for old, new in (("", ""), (arch.names.embed.partition(".")[0] + ".", ""), *MOVED):
+        names = arch.names.outer(lambda name, old=old, new=new: name.replace(old, new, 1))  # type: ignore[misc]
+        if f"{names.embed}.weight" in stored:
+            return replace(arch, names=names)
+    return arch
 
 
-def _untie(config: ModelConfig, arch: Arch, checkpoint: Checkpoint) -> ModelConfig:
+def _untie(arch: Arch, checkpoint: Checkpoint) -> Arch:
     """Untie a head that is stored and differs from the embedding, whatever the config says."""
-    stored = [name for name in checkpoint.names() if name.startswith(f"{arch.head}.")]
-    embedding = f"{arch.embed}.weight"
-    if not config.tied_embeddings or not stored or not checkpoint.has(embedding):
-        return config
-    if stored == [f"{arch.head}.weight"]:
+    stored = [name for name in checkpoint.names() if name.startswith(f"{arch.names.head}.")]
+    stored = [name for name in stored if not (arch.head_bias and name.endswith(".bias"))]
+    embedding = f"{arch.names.embed}.weight"
+    if not arch.tied_embeddings or not stored or not checkpoint.has(embedding):
+        return arch
+    if stored == [f"{arch.names.head}.weight"]:
         if torch.equal(checkpoint.tensor(stored[0]), checkpoint.tensor(embedding)):
-            return config
+            return arch
     logger.warning(
-        "%s is stored apart from the embedding: used, though config.json says they are tied", arch.head
+        "%s is stored apart from the embedding: used, though config.json says they are tied", arch.names.head
     )
-    return replace(config, tied_embeddings=False)
+    return replace(arch, tied_embeddings=False)
 
 
-def _check_names(config: ModelConfig, arch: Arch, checkpoint: Checkpoint) -> None:
+def _check_names(arch: Arch, checkpoint: Checkpoint) -> None:
     """Check that every module and bias which the config asks for is there, and nothing else."""
-    wanted, biases = _modules(config, arch), _biases(config, arch)
-    names = checkpoint.names()
+    wanted, biases = set(_modules(arch)), set(_biases(arch))
+    names = [name for name in checkpoint.names() if not is_unread(name)]
+    if arch.ignored:
+        names = [name for name in names if not name.startswith(arch.ignored)]
     found = {name.rpartition(".")[0] for name in names}
     if missing := sorted(wanted - found) + sorted(biases - set(names)):
         raise CheckpointError(
             f"{checkpoint.path}: {len(missing)} missing that config.json asks for: {first_few(missing)}; "
             "correct config.json or download the checkpoint again"
         )
-    known = wanted | {arch.head} if config.tied_embeddings else wanted
-    unused = [n for n in names if n.rpartition(".")[0] not in known and not is_unread(n)]
+    known = wanted | {arch.names.head} if arch.tied_embeddings else wanted
+    unused = [n for n in names if n.rpartition(".")[0] not in known]
+    if arch.norm.kind == "layer":  # whose norms may have biases
+        biases |= {f"{module}.bias" for module in _norms(arch)}
     extra = [n for n in names if n.endswith(".bias") and n not in biases and n not in unused]
     unused += [n for n in extra if checkpoint.tensor(n).any()]  # GPTQ tools store zeros where no bias is
     if unused:
         raise CheckpointError(
-            f"{checkpoint.path}: {len(unused)} tensors that {config.architecture} with this config.json "
+            f"{checkpoint.path}: {len(unused)} tensors that {arch.name} with this config.json "
             f"does not use: {first_few(unused)}; correct config.json or delete them"
         )
 
 
-def _modules(config: ModelConfig, arch: Arch) -> set[str]:
+def _modules(arch: Arch) -> Iterator[str]:
     """Names of every module of the checkpoint that holds a weight."""
-    inside = (*arch.projections, *layer_norms(config))
-    layers = {f"{arch.layers}.{i}.{name}" for i in range(config.num_layers) for name in inside}
-    return layers | {arch.embed, arch.norm} | (set() if config.tied_embeddings else {arch.head})
+    names = arch.names
+    for index in range(arch.num_layers):
+        for stack in stacks(arch, index).values():
+            yield from stack.modules
+        if arch.act == "xielu":
+            yield f"{names.layers}.{index}.{names.activation}"
+    yield from _norms(arch)
+    yield names.embed
+    yield from (name for name in (names.positions,) if name is not None)
+    if not arch.tied_embeddings:
+        yield names.head
 
 
-def _biases(config: ModelConfig, arch: Arch) -> set[str]:
-    """Names of every bias."""
-    shapes = layer_shapes(config)
-    biased = [part for role, parts in arch.fuse if shapes[role].bias for part in parts]
-    return {f"{arch.layers}.{i}.{part}.bias" for i in range(config.num_layers) for part in biased}
+def _norms(arch: Arch) -> Iterator[str]:
+    """Names of every norm that holds a weight."""
+    if arch.norm.kind == "unit":
+        return
+    names = arch.names
+    inside = [names.attention_in, names.attention_out, names.mlp_in, names.mlp_out]
+    inside += [] if arch.qk_norm is None else [*_head_norms(arch)]
+    yield from (name for name in (names.norm, names.embed_norm) if name is not None)
+    for index in range(arch.num_layers):
+        yield from (f"{names.layers}.{index}.{name}" for name in inside if name is not None)
+
+
+def _head_norms(arch: Arch) -> Iterator[str]:
+    """Names inside a layer of the norms over heads of q and k."""
+    for name, heads in ((arch.names.q_norm, arch.num_heads), (arch.names.k_norm, arch.num_kv_heads)):
+        if arch.qk_norm == "modules":
+            yield from (f"{name}.norms.{i}" for i in range(heads))
+        else:
+            yield name
+
+
+def _biases(arch: Arch) -> Iterator[str]:
+    """Names of every bias that a Linear has."""
+    for index in range(arch.num_layers):
+        for stack in stacks(arch, index).values():
+            yield from (f"{module}.bias" for module in stack.modules if stack.bias)
+    if arch.head_bias:
+        yield f"{arch.names.head}.bias"

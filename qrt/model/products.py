@@ -12,9 +12,9 @@ from torch import Tensor
 from qrt.kernels.linear import explain
 from qrt.kernels.linear.product import Epilogue
 from qrt.layers.linear import Linear
-from qrt.model.build import layer_shapes
 from qrt.model.decoder import Decoder
 from qrt.model.fused import FusedDecoder
+from qrt.model.stacks import stacks
 from qrt.quant.weight import WEIGHT_SCHEMES
 
 CHAINED = "One operator computes all between two attentions (qrt.kernels.chain)."
@@ -71,7 +71,7 @@ def explain_products(model: Decoder, tokens: Sequence[int]) -> Iterator[Explaine
         for name, (linear, inputs) in _products(model, index).items():
             key = name, linear.scheme, _sizes(linear, inputs), tuple(whys[name] for whys in said)
             alike.setdefault(key, []).append(index)
-    head, hidden = model.head, model.config.hidden_size
+    head, hidden = model.head, model.arch.hidden_size
     whys = tuple(explain(_rows(model, count, hidden), head.tensors, head.scheme) for count in counts)
     alike["head", head.scheme, _sizes(head, hidden), whys] = []
     for (name, scheme, sizes, whys), layers in alike.items():
@@ -82,19 +82,19 @@ def explain_products(model: Decoder, tokens: Sequence[int]) -> Iterator[Explaine
 
 def _products(model: Decoder, index: int) -> dict[str, tuple[Linear, int]]:
     """Return the products of a layer by name, with the inputs of each."""
-    shapes, layer = layer_shapes(model.config), model.layers[index]
+    shapes, layer = stacks(model.arch, index), model.layers[index]
     return {
-        "qkv": (layer.attention.qkv, shapes["self_attn.qkv_proj"].in_features),
-        "o": (layer.attention.o, shapes["self_attn.o_proj"].in_features),
-        "gate_up": (layer.mlp.gate_up, shapes["mlp.gate_up_proj"].in_features),
-        "down": (layer.mlp.down, shapes["mlp.down_proj"].in_features),
+        "qkv": (layer.attention.qkv, shapes["qkv"].in_features),
+        "o": (layer.attention.o, shapes["o"].in_features),
+        "gate_up": (layer.mlp.gate_up, shapes["gate_up"].in_features),
+        "down": (layer.mlp.down, shapes["down"].in_features),
     }
 
 
 def _layer(model: Decoder, index: int, count: int) -> dict[str, str]:
     """Return which kernel runs each product of a layer in a step of `count` tokens, and why."""
     fused = model.fused if isinstance(model, FusedDecoder) else None
-    residual = _rows(model, count, model.config.hidden_size)
+    residual = _rows(model, count, model.arch.hidden_size)
     found, epilogues = {}, {}
     if fused is not None:
         epilogues = fused[index].epilogues(residual)

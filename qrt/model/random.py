@@ -8,17 +8,18 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from qrt.arch import ARCHS, ModelConfig
+from qrt.arch import Arch
 from qrt.layers.linear import Linear
-from qrt.model.build import LinearShape, build
+from qrt.model.build import build
 from qrt.model.decoder import Decoder
+from qrt.model.stacks import Stack
 from qrt.quant.spec import Granularity, QuantSpec
 from qrt.quant.weight import WEIGHT_SCHEMES, WeightData
 from qrt.quant.weight.head import head_grid
 
 
 def random_model(
-    config: ModelConfig,
+    arch: Arch,
     scheme: str,
     group_size: int | None = None,
     symmetric: bool | None = None,
@@ -28,10 +29,10 @@ def random_model(
     dtype: torch.dtype,
     seed: int = 0,
 ) -> Decoder:
-    """Make a decoder of `config`'s sizes with random weights, its layers in `scheme`.
+    """Make a decoder of `arch`'s sizes with random weights, its layers in `scheme`.
 
     The embedding stays in `dtype`, and so does the head, unless `head_bits` is 8 (`qrt.quant.weight.head`):
-    then it is not tied, whatever `config` says.
+    then it is not tied, whatever `arch` says.
 
     `group_size` and `symmetric` replace those of the scheme's grid. Weights have variance 1/K, so activations
     stay of order one through any depth. Raises as the scheme does for a grid it does not run.
@@ -41,15 +42,14 @@ def random_model(
         spec = replace(spec, granularity=Granularity.GROUP, group_size=group_size)
     if spec is not None and symmetric is not None:
         spec = replace(spec, symmetric=symmetric)
-    arch = ARCHS[config.architecture]
     head = head_grid(scheme, head_bits)
     if head_bits != 16:
-        config = replace(config, tied_embeddings=False)
+        arch = replace(arch, tied_embeddings=False)
 
     def grid(module: str) -> tuple[str, QuantSpec | None]:
-        return head if module == arch.head else (scheme, spec)
+        return head if module == arch.names.head else (scheme, spec)
 
-    return build(config, arch, RandomWeights(grid, device, dtype, seed), progress="Making weights")
+    return build(arch, RandomWeights(grid, device, dtype, seed), progress="Making weights")
 
 
 class RandomWeights:
@@ -68,20 +68,28 @@ class RandomWeights:
         self.dtype = dtype
         self.random = torch.Generator(device).manual_seed(seed)
 
-    def linear(self, modules: tuple[str, ...], shape: LinearShape) -> Linear:
+    def linear(self, stack: Stack) -> Linear:
         """One Linear of all parts, on the grid of the first."""
-        out, in_features = sum(shape.outs), shape.in_features
-        bias = self._normal((out,), 0.1) if shape.bias else None
-        scheme, spec = self.grid(modules[0])
+        out, in_features = sum(stack.outs), stack.in_features
+        bias = self._normal((out,), 0.1) if stack.bias else None
+        scheme, spec = self.grid(stack.modules[0])
         if spec is None:
             weight = WeightData(self._normal((out, in_features), in_features**-0.5), bias=bias)
         else:
             weight = self._codes(out, in_features, spec, bias)
         return Linear.pack(scheme, weight, self.device, self.dtype)
 
+    def head(self, stack: Stack, *, unit: bool) -> Linear:
+        """Return a head as any Linear; its rows have nearly one length."""
+        return self.linear(stack)
+
+    def has(self, name: str) -> bool:
+        """Return False: what a checkpoint may leave out is not there."""
+        return False
+
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Norm weights of one; an embedding of unit variance."""
-        if len(shape) == 1:
+        if len(shape) < 2:
             return torch.ones(shape, device=self.device, dtype=self.dtype)
         return self._normal(shape, 1.0)
 

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from qrt.errors import QrtError
 from qrt.kernels.step import Chunks, PrefillMeta, StepMeta
+from qrt.layers.norm import normed
+from qrt.layers.rope import turn
 from qrt.mem.storage import KVStorage
 from qrt.model.decoder import Decoder
 from qrt.quant.kv import KV_FORMATS
@@ -28,30 +30,33 @@ def fit_smoothing(model: Decoder, formats: Sequence[KVFormat]) -> list[Tensor]:
     The tables depend on the model alone and not on the length that is served, so no answer depends on
     `max_model_len`. QrtError when the model computes infinities or NaN on its own vocabulary.
     """
-    config = model.config
-    count = min(TOKENS, config.max_position)
+    arch = model.arch
+    count = min(TOKENS, arch.max_position)
     exact = [KV_FORMATS["fp16"]]  # layers run one after the other: each may use the slots of the last
-    kv = KVStorage(exact, count, config.num_kv_heads, config.head_dim, model.dtype, model.device).layer(0)
+    kv = KVStorage(exact, count, arch.num_kv_heads, arch.head_dim, model.dtype, model.device).layer(0)
     step = _prefill(model, count)
     tables = []
-    x = model.embed(step.tokens)
-    stretch = float(model.rope.cos[0, 0])  # at position 0 RoPE does nothing else
-    for i, layer in enumerate(model.layers):
-        q, k, _ = layer.attention.heads(layer.attention.qkv(layer.attention_norm(x)))
-        tables.append(settle(fit(q, k, *model.rope), k[0].float() * stretch, formats[i]))
+    x = model.embed(step.tokens, step.positions)
+    for i, (layer, rope) in enumerate(zip(model.layers, model.ropes, strict=True)):
+        attention, read = layer.attention, normed(layer.norms.attention_in, x)
+        q, k, _ = attention.heads(attention.qkv(read), step.positions)
+        table = settle(fit(q, k, *rope), turn(k[:1].float(), rope, step.positions[:1])[0], formats[i])
+        if attention.scores.softcap:  # a cap sees what a softmax does not: that all scores of a query move
+            table[2] = 0
+        tables.append(table)
         if not tables[-1].isfinite().all():
             raise QrtError(
                 f"layer {i}: q or k of random tokens is not finite in {model.dtype}; "
                 "try --dtype bfloat16, or --kv fp16, which needs no smoothing"
             )
-        x = layer(x, step, kv, model.rope)
+        x = layer(x, step, kv, rope)
     return tables
 
 
 def _prefill(model: Decoder, count: int) -> StepMeta:
     """One request of `count` random tokens, in slots 0, 1, 2, ..."""
     device = model.device
-    tokens = torch.randint(model.config.vocab_size, (count,), generator=torch.Generator().manual_seed(SEED))
+    tokens = torch.randint(model.arch.vocab_size, (count,), generator=torch.Generator().manual_seed(SEED))
     positions = torch.arange(count, dtype=torch.int32, device=device)
     prefill = PrefillMeta.of(Chunks([0], [count], [0], model.queries), device)
     return StepMeta(tokens.to(device), positions, positions, positions[None], None, prefill)

@@ -19,7 +19,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from qrt.arch import ARCHS, ModelConfig
+from qrt.arch import Arch
+from qrt.arch.runnable import read_arch
 from qrt.quant.checkpoint import open_checkpoint
 
 
@@ -45,12 +46,11 @@ def make_hard(source: str | Path, out: str | Path, profile: str | Profile, seed:
     """Copy checkpoint `source` to the new folder `out` with the outliers of `profile`; returns `out`."""
     chosen = PROFILES[profile] if isinstance(profile, str) else profile
     checkpoint, out = open_checkpoint(source), Path(out)
-    arch = ARCHS[checkpoint.config["architectures"][0]]
-    config = ModelConfig.from_hf(checkpoint.config, arch)
+    arch = config = read_arch(checkpoint.config, checkpoint.path)
     tensors = {name: checkpoint.tensor(name).clone() for name in checkpoint.names()}
     generator = torch.Generator().manual_seed(seed)
     for index in range(config.num_layers):
-        layer = Layer(tensors, f"{arch.layers}.{index}", config)
+        layer = Layer(tensors, f"{arch.names.layers}.{index}", config)
         for pair in arch.smooth:
             if pair.source.endswith("norm"):
                 layer.grow_norm(pair.source, pair.readers, chosen)
@@ -69,7 +69,7 @@ def make_hard(source: str | Path, out: str | Path, profile: str | Profile, seed:
 class Layer:
     """The tensors of one decoder layer, changed in place."""
 
-    def __init__(self, tensors: dict[str, Tensor], prefix: str, config: ModelConfig) -> None:
+    def __init__(self, tensors: dict[str, Tensor], prefix: str, config: Arch) -> None:
         self._tensors, self._prefix, self._config = tensors, prefix, config
 
     def weight(self, module: str) -> Tensor:

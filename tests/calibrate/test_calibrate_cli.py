@@ -233,8 +233,8 @@ def test_wrong_checkpoints(run, llama, tmp_path, tmp_path_factory):
     cases = {
         folder / "missing": "missing: no such folder",
         edit_config(
-            llama, folder / "arch", architectures=["GPT2LMHeadModel"]
-        ): "unknown architecture 'GPT2LMH",
+            llama, folder / "arch", architectures=["GPT9LMHeadModel"]
+        ): "unknown architecture 'GPT9LMH",
         edit_config(
             llama, folder / "none", architectures=None, model_type=""
         ): "config.json: architectures: expected a list of one name, e.g. 'LlamaForCausalLM', got None",

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 import qrt
-from qrt.arch import MIXTURES
+from qrt.arch.runnable import read_arch
 from qrt.errors import QrtError, UnsupportedError
 from qrt.quant.checkpoint import open_checkpoint
 from qrt_calibrate import cli
@@ -36,7 +36,7 @@ CUT = ["--group-size", "64", "--n-samples", "16", "--seqlen", "64", "--eval-samp
 ENTRIES = {"bits": 4, "group_size": 64, "method": "awq-gptq"}
 
 
-@pytest.fixture(scope="module", params=MIXTURES)
+@pytest.fixture(scope="module", params=SIZES)
 def mixture(request, make_checkpoint):
     """bf16; one input channel of the experts is an outlier, so that scales are worth folding."""
     folder = make_checkpoint(request.param, num_experts_per_tok=2, **SIZES[request.param])
@@ -66,7 +66,7 @@ def name_of(folder):
 
 
 def arch_of(folder):
-    return MIXTURES[name_of(folder)].arch(open_checkpoint(folder).config)[0]
+    return read_arch(open_checkpoint(folder).config, folder)
 
 
 def shares(folder):
@@ -124,8 +124,8 @@ def test_folds_reach_every_expert_and_the_router(mixture):
 
 def test_a_router_that_is_left_out_is_found(mixture, tmp_path):
     job = plan(open_checkpoint(mixture), recipe_of(ENTRIES), CPU)
-    without = tuple(replace(pair, routers=()) for pair in job.arch.smooth)
-    job = replace(job, arch=replace(job.arch, smooth=without))
+    without = replace(job.arch.experts, routers=())
+    job = replace(job, arch=replace(job.arch, experts=without))
     executor = LayerExecutor(job.checkpoint, job.arch, 40, CPU)
     streams = Streams(executor.embed(windows(8)), 8, [CPU], tmp_path)
     tensors = read_layer(job.checkpoint, "model.layers.1")
@@ -138,7 +138,7 @@ def test_every_expert_sees_every_token(devices, mixture, tmp_path, monkeypatch):
     """Against transformers' stacked experts; 8 bits before move the inner inputs by about a hundredth."""
     entries = {**ENTRIES, "bits": 8, "method": "gptq", "ignore": ["self_attn.*"]}
     job = plan(open_checkpoint(mixture), recipe_of(entries), *devices)
-    three = 3 * 3 * 4 * job.config.intermediate_size**2  # of four experts
+    three = 3 * 3 * 4 * job.arch.intermediate_size**2  # of four experts
     monkeypatch.setattr("qrt_calibrate.steps.inputs.EXPERT_BYTES", three)
     executor, ids = LayerExecutor(job.checkpoint, job.arch, 40, CPU), windows(8)
     streams = Streams(executor.embed(ids), 8, devices, tmp_path)
@@ -157,7 +157,7 @@ def test_every_expert_sees_every_token(devices, mixture, tmp_path, monkeypatch):
     with torch.no_grad():
         model(ids)
     stream, x = (own.double() for own in inputs)
-    felt = 1 / (stream.square().mean(-1, keepdim=True) + job.config.rms_norm_eps)
+    felt = 1 / (stream.square().mean(-1, keepdim=True) + job.arch.norm.eps)
     wanted = [x.T @ x / len(x)]
     for gate_up in first.mlp.experts.gate_up_proj.double():
         gate, up = (x @ gate_up.T).chunk(2, -1)
@@ -177,7 +177,7 @@ def by_hand(source, folder):
     """The source in transformers with the codes' values in place of its weights."""
     model, stored = AutoModelForCausalLM.from_pretrained(source), open_checkpoint(folder)
     arch = arch_of(source)
-    block, (gate, up, down) = arch.experts.rpartition(".")[0], arch.expert_parts
+    block, (gate, up, down) = arch.experts.module.rpartition(".")[0], arch.experts.parts
 
     def value(module):
         return stored.linear(module)[1].dequantize()
@@ -276,7 +276,7 @@ def test_limits_are_said_before_the_work(calibrate, mixture, tmp_path, capsys):
 def test_memory_of_the_experts_is_foreseen(mixture):
     job = plan(open_checkpoint(mixture), recipe_of(ENTRIES), CPU)
     layer = sum(job.checkpoint.spec(n).num_bytes for n in job.checkpoint.names() if ".layers.0." in n) // 2
-    width, hidden, inner = 256, 128, job.config.intermediate_size  # width: four heads of 64
+    width, hidden, inner = 256, 128, job.arch.intermediate_size  # width: four heads of 64
     attention = 4 * (width + 2 * hidden) * width + 4 * width**2 + 13 * hidden * width
     gate_up = 4 * (3 + 1) * hidden**2 + 13 * 4 * 2 * inner * hidden  # all four experts' at once
     down = 4 * 3 * 4 * inner**2 + 4 * inner**2 + 13 * inner * hidden  # the moments of four, rounded in turn

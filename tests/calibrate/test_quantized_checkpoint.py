@@ -23,6 +23,10 @@ CASES = [
     ("MistralForCausalLM", {"sliding_window": 32}),
     ("Qwen2ForCausalLM", {"tie_word_embeddings": True}),
     ("Qwen3ForCausalLM", {}),
+    ("SmolLM3ForCausalLM", {"no_rope_layer_interval": 2, "head_dim": 32, "pad_token_id": 0}),
+    ("SeedOssForCausalLM", {}),
+    ("Ernie4_5ForCausalLM", {"use_bias": False}),
+    ("MinistralForCausalLM", {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}),
 ]
 CHANNEL8 = QuantSpec(8, symmetric=True, granularity=Granularity.CHANNEL)
 W4 = QuantSpec(4, symmetric=False, granularity=Granularity.GROUP, group_size=64)

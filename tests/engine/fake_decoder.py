@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qrt.arch import ModelConfig
+from qrt.arch import Arch, Layer
 from qrt.arch.rope import RopeConfig
 from qrt.config import EngineConfig
 from qrt.engine.engine import Engine
@@ -54,24 +54,17 @@ def greedy(prompt: list[int], count: int) -> list[int]:
 class FakeDecoder:
     """Stands in for `qrt.model.decoder.Decoder`."""
 
-    config = ModelConfig(
-        architecture="LlamaForCausalLM",
+    arch = Arch(
+        name="LlamaForCausalLM",
         vocab_size=VOCAB,
         hidden_size=16,
         intermediate_size=16,
-        num_layers=1,
         num_heads=1,
         num_kv_heads=1,
         head_dim=16,
-        rms_norm_eps=1e-6,
+        layers=(Layer(),),
+        ropes={"all": RopeConfig(10000.0, 16)},
         max_position=MAX_POSITION,
-        rope=RopeConfig(10000.0),
-        tied_embeddings=False,
-        qkv_bias=False,
-        o_bias=False,
-        mlp_bias=False,
-        qk_norm=False,
-        sliding_window=None,
         dtype="float32",
         eos_token_ids=(EOS,),
     )

@@ -22,8 +22,8 @@ def folder(tmp_path):
 
 
 def test_valid_settings_go_on_to_the_weights(folder):
-    config = EngineConfig(str(folder), kv="bf16", max_model_len=100, kv_skip_layers=(0, 1), device="cpu")
-    assert preflight(config)[1].context == 100, "the window is the context"
+    config = EngineConfig(str(folder), kv="bf16", max_model_len=512, kv_skip_layers=(0, 1), device="cpu")
+    assert preflight(config)[1].windows == (100,)
     with pytest.raises(CheckpointError, match="no weights"):
         Engine(config)
 
@@ -33,7 +33,7 @@ def test_valid_settings_go_on_to_the_weights(folder):
     [
         ({"kv": "int5"}, UnsupportedError, "unknown KV format 'int5'"),
         ({"device": "tpu"}, ConfigError, "device: expected cuda, cuda:N or cpu, got 'tpu'"),
-        ({"max_model_len": 101}, ConfigError, "max_model_len: expected at most the model's 100, got 101"),
+        ({"max_model_len": 513}, ConfigError, "max_model_len: expected at most the model's 512, got 513"),
         ({"kv_skip_layers": (1, 2)}, ConfigError, "kv_skip_layers: expected 0 to 1, .*, got 2"),
         ({"tokenizer": "no/such"}, CheckpointError, "no/such: no such folder"),
     ],
@@ -80,4 +80,4 @@ def test_preflight_result_is_not_checked_again(monkeypatch):
     checked = preflight(EngineConfig("tiny", kv="int8", kv_cache_memory_bytes=1 << 22))
     monkeypatch.setattr("qrt.engine.build.preflight", None)
     engine = Engine(checked)
-    assert engine.config == checked.config and engine.model.config == checked.sizes
+    assert engine.config == checked.config and engine.model.arch == checked.sizes

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from backends import COMPILED
+from qrt.kernels.prefill_attention.tiles import Queries, plan_tiles
 from qrt.quant import rotation
 from qrt.quant.kv import KV_FORMATS
 
@@ -56,12 +57,24 @@ def _turn(name: str, x: Tensor, matrix: Tensor) -> Tensor:
     return x.double() @ matrix.to(x.device)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int = 0, softcap: float = 0.0,
+    slopes: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """q [n, Hq, D], the last n of the positions of k, v [L, Hkv, D], causally -> [n, Hq, D] fp64."""
     n, group = len(q), q.shape[1] // k.shape[1]
     k, v = (x.double().repeat_interleave(group, 1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q.double(), k) * scale
+    if softcap:
+        scores = softcap * (scores / softcap).tanh()
     hidden = torch.ones(n, len(k), dtype=torch.bool, device=q.device).triu(len(k) - n + 1)
+    if window:
+        hidden |= torch.ones_like(hidden).tril(len(k) - n - window)
+    if slopes is not None:
+        ahead = (
+            torch.arange(len(k), device=q.device) - torch.arange(len(k) - n, len(k), device=q.device)[:, None]
+        )
+        scores = scores + slopes.double()[:, None, None] * ahead
     return torch.einsum("hqk,khd->qhd", torch.softmax(scores.masked_fill(hidden, -torch.inf), -1), v)
 
 
@@ -126,3 +139,53 @@ def queries(n: int, Hq: int, D: int, dtype: torch.dtype, device: torch.device, n
     fused = torch.full((n, (Hq + 2) * D), torch.nan, dtype=dtype, device=device)
     view = fused[:, : Hq * D].unflatten(1, (Hq, D))
     return view.copy_(to_basis(name, q))
+
+
+class Chunks:
+    """The last `own[i]` tokens of each request of a cache, packed."""
+
+    def __init__(self, held: Cache, own: list[int], Hq: int):
+        self.held, self.own = held, own
+        k = held.k[0]
+        self.q = queries(sum(own), Hq, k.shape[-1], k.dtype, k.device, held.name)
+        self.k = torch.cat([k[len(k) - n :] for k, n in zip(held.k, own, strict=True)])
+        self.v = torch.cat([v[len(v) - n :] for v, n in zip(held.v, own, strict=True)])
+        self.start = torch.tensor([0, *own]).cumsum(0).int().to(k.device)
+        self.scale = k.shape[-1] ** -0.5
+
+    def args(self, attend_cache=False, rule=()):
+        held = self.held
+        own = self.start.diff()
+        cached = held.kv_lens if attend_cache else held.kv_lens - own
+        starts = torch.cat((self.start[:1], cached.cumsum(0).int()))
+        shape = Queries.of(self.q.shape[1], self.k.shape[1], self.q.shape[2], self.q.itemsize)
+        tiles = plan_tiles(self.own, (held.kv_lens - own).tolist(), shape)
+        return (
+            self.q, self.k, self.v, held.buffers, held.slot_table, held.rows, self.start, starts,
+            torch.from_numpy(tiles).to(self.q.device), torch.empty_like(self.q), int(cached.sum()),
+            attend_cache, held.name, self.scale, *rule,
+        )  # fmt: skip
+
+    def run(self, attention, attend_cache=False, rule=()):
+        args = self.args(attend_cache, rule)
+        attention(*args)
+        return args[9]
+
+    def truth(self, attend_cache=False, attend=attend):
+        """The prefix as the cache holds it, the chunk raw (or from the cache too), in fp64 unless `attend`
+        does otherwise."""
+        outs = []
+        for i, (q, n) in enumerate(zip(self.q.split(self.own), self.own, strict=True)):
+            k, v = self.held.decoded(i)
+            if not attend_cache:
+                prefix = len(k) - n
+                k, v = (
+                    torch.cat((x[:prefix], y[i][prefix:].double()))
+                    for x, y in ((k, self.held.k), (v, self.held.v))
+                )
+            outs.append(from_basis(self.held.name, attend(q, k, v, self.scale)))
+        return torch.cat(outs)
+
+
+def chunks(name, lens, own, Hq, Hkv, D, dtype, device, **settings) -> Chunks:
+    return Chunks(cache(name, lens, Hkv, D, dtype, device, **settings), own, Hq)

@@ -33,9 +33,12 @@ for name, dtype, Hq, Hkv, D, attend_cache in (
     for hopper in (False, True):
         hopper_kernel.is_hopper = lambda device: hopper
         prefill_attention(q, k, v, kv, table, *chunk, name, 0.1)
+rule = 64, 30.0, torch.ones(Hq)  # of the last case above
+decode_attention(q, kv, table, index, index, parts, out, name, 0.1, False, *rule)
+prefill_attention(q, k, v, kv, table, *chunk, name, 0.1, *rule)
 for n in (1, 48):
     for decodes in (n, 0):
-        token_inputs(index[:n].repeat(3, 1), index, index.long(), table, decodes, 8, 12)
+        token_inputs(index[:n].repeat(3, 1), index, index.long(), table, decodes, 8, 12, [0])
 """
 
 
@@ -43,6 +46,6 @@ for n in (1, 48):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the other tests compile for the GPU that is here")
 def test_attention_kernels_compile():
     assert compiled(CODE) == {  # int8 and int4 share what they can
-        "_kv_write_kernel": 6, "_attend_kernel": 6, "_gather_kernel": 6,
-        "_prefill_kernel": 4, "_hopper_prefill": 3, "_token_inputs": 4,
+        "_kv_write_kernel": 6, "_attend_kernel": 7, "_gather_kernel": 6,
+        "_prefill_kernel": 5, "_hopper_prefill": 3, "_token_inputs": 4,
     }  # fmt: skip

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attention_truth import DTYPES, Cache, attend, bound, cache, error, far_slot, from_basis, queries
+from attention_truth import DTYPES, Chunks, attend, bound, cache, chunks, error, far_slot, from_basis
 from operators import check_operator
 from torch.nn import functional as F
 
@@ -18,56 +18,6 @@ BOTH = pytest.mark.parametrize("attention", [ref.prefill_attention, kernel.prefi
 FORMATS = pytest.mark.parametrize("name", KV_FORMATS)
 CACHED = pytest.mark.parametrize("attend_cache", [False, True], ids=["raw", "cached"])
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
-
-
-class Chunks:
-    """The last `own[i]` tokens of each request of a cache, packed."""
-
-    def __init__(self, held: Cache, own: list[int], Hq: int):
-        self.held, self.own = held, own
-        k = held.k[0]
-        self.q = queries(sum(own), Hq, k.shape[-1], k.dtype, k.device, held.name)
-        self.k = torch.cat([k[len(k) - n :] for k, n in zip(held.k, own, strict=True)])
-        self.v = torch.cat([v[len(v) - n :] for v, n in zip(held.v, own, strict=True)])
-        self.start = torch.tensor([0, *own]).cumsum(0).int().to(k.device)
-        self.scale = k.shape[-1] ** -0.5
-
-    def args(self, attend_cache=False):
-        held = self.held
-        own = self.start.diff()
-        cached = held.kv_lens if attend_cache else held.kv_lens - own
-        starts = torch.cat((self.start[:1], cached.cumsum(0).int()))
-        shape = Queries.of(self.q.shape[1], self.k.shape[1], self.q.shape[2], self.q.itemsize)
-        tiles = plan_tiles(self.own, (held.kv_lens - own).tolist(), shape)
-        return (
-            self.q, self.k, self.v, held.buffers, held.slot_table, held.rows, self.start, starts,
-            torch.from_numpy(tiles).to(self.q.device), torch.empty_like(self.q), int(cached.sum()),
-            attend_cache, held.name, self.scale,
-        )  # fmt: skip
-
-    def run(self, attention, attend_cache=False):
-        args = self.args(attend_cache)
-        attention(*args)
-        return args[9]
-
-    def truth(self, attend_cache=False, attend=attend):
-        """The prefix as the cache holds it, the chunk raw (or from the cache too), in fp64 unless `attend`
-        does otherwise."""
-        outs = []
-        for i, (q, n) in enumerate(zip(self.q.split(self.own), self.own, strict=True)):
-            k, v = self.held.decoded(i)
-            if not attend_cache:
-                prefix = len(k) - n
-                k, v = (
-                    torch.cat((x[:prefix], y[i][prefix:].double()))
-                    for x, y in ((k, self.held.k), (v, self.held.v))
-                )
-            outs.append(from_basis(self.held.name, attend(q, k, v, self.scale)))
-        return torch.cat(outs)
-
-
-def chunks(name, lens, own, Hq, Hkv, D, dtype, device, **settings) -> Chunks:
-    return Chunks(cache(name, lens, Hkv, D, dtype, device, **settings), own, Hq)
 
 
 @pytest.mark.ptx(dtype=[torch.bfloat16], attention=[kernel.prefill_attention], attend_cache=[False])

@@ -27,7 +27,8 @@ def test_tables_are_read_and_parts_planned(device, inputs, tokens, longest):
     given = torch.rand(tokens, generator=gen) < 0.5
     position, ids = torch.where(given, position, -1), torch.where(given, ids, -1)
     each = tuple(x.to(device) for x in (torch.stack((rows, position, ids)), length, last, table))
-    got = inputs(*each, decodes, 8, 8)
+    windows = [0, 100, 4096]
+    got = inputs(*each, decodes, 8, 8, windows)
     lens = [int(p) + 1 if p >= 0 else int(length[r]) for r, p in zip(rows, position, strict=True)]
     places = [max(n - 1, 0) for n in lens]
     assert got[0].tolist() == [int(i if i >= 0 else last[r]) for i, r in zip(ids, rows, strict=True)]
@@ -36,12 +37,13 @@ def test_tables_are_read_and_parts_planned(device, inputs, tokens, longest):
     assert got[2].tolist() == [int(table[r, p]) for r, p in zip(rows, places, strict=True)]
     assert [x.dtype for x in got] == [torch.int64] + [torch.int32] * 4
     if not decodes:
-        assert not len(got[4])
+        assert not got[4].numel()
         return
-    parts = plan_parts(each[0][0, :decodes], got[3], 8, 8)
-    assert got[4].shape == parts.shape
-    live = parts[:, 0] >= 0
-    assert torch.equal(got[4][:, 0], parts[:, 0]) and torch.equal(got[4][live, :6], parts[live, :6])
+    for window, planned in zip(windows, got[4], strict=True):
+        parts = plan_parts(each[0][0, :decodes], got[3], 8, 8, window)
+        assert planned.shape == parts.shape
+        live = parts[:, 0] >= 0
+        assert torch.equal(planned[:, 0], parts[:, 0]) and torch.equal(planned[live, :6], parts[live, :6])
 
 
 @pytest.mark.parametrize("advance", [ref.advance, kernel.advance], ids=["ref", "triton"])
@@ -66,7 +68,7 @@ def test_tables_are_advanced(device, advance, count):
 def test_the_operator_is_registered_as_it_behaves(device):
     args = [torch.zeros(3, 3, dtype=torch.int32, device=device)]
     args += [torch.ones(2, dtype=torch.int32, device=device), torch.ones(2, dtype=torch.int64, device=device)]
-    args += [torch.zeros(2, 64, dtype=torch.int32, device=device), 2, 2, 4]
+    args += [torch.zeros(2, 64, dtype=torch.int32, device=device), 2, 2, 4, [0, 64]]
     check_operator("token_inputs", args)
     args = [torch.arange(2, device=device), torch.ones(2, dtype=torch.int64, device=device), None]
     args += [torch.ones(2, dtype=torch.int64, device=device), torch.ones(2, dtype=torch.int32, device=device)]

@@ -9,18 +9,20 @@ import transformers
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from qrt.arch.rope import RopeConfig
-from qrt.layers.rope import frequencies, rope_tables
+from qrt.layers.rope import channel_order, frequencies, rope_tables, turn
 
-LLAMA3 = RopeConfig(500000.0, "llama3", 8.0, 1.0, 4.0, 8192)
-YARN = RopeConfig(1e6, "yarn", 4.0, 1.0, 32.0, 32768, length=1.1386)
+LLAMA3 = RopeConfig(500000.0, 128, "llama3", "halves", 8.0, 1.0, 4.0, 8192)
+YARN = RopeConfig(1e6, 64, "yarn", "halves", 4.0, 1.0, 32.0, 32768, length=1.1386)
 KINDS = {
-    "default": RopeConfig(10000.0),
-    "linear": RopeConfig(10000.0, "linear", 4.0),
+    "default": RopeConfig(10000.0, 64),
+    "linear": RopeConfig(10000.0, 64, "linear", "halves", 4.0),
     "llama3": LLAMA3,
     "yarn": YARN,
     "yarn, a band of any width": replace(YARN, factor=2.5, low_freq_factor=2.0, truncate=False, length=0.9),
-    "yarn, beyond both ends": RopeConfig(10.0, "yarn", 4.0, 1e-3, 32.0, 100, truncate=False, length=1.1),
-    "yarn, a band of no width": RopeConfig(10000.0, "yarn", 4.0, 1.0, 32.0, 6),
+    "yarn, beyond both ends": RopeConfig(
+        10.0, 64, "yarn", "halves", 4.0, 1e-3, 32.0, 100, truncate=False, length=1.1
+    ),
+    "yarn, a band of no width": RopeConfig(10000.0, 64, "yarn", "halves", 4.0, 1.0, 32.0, 6),
 }
 
 
@@ -42,7 +44,7 @@ def as_transformers(rope: RopeConfig) -> dict:
 @pytest.mark.parametrize("head_dim", [64, 80, 128])
 @pytest.mark.parametrize("kind", KINDS)
 def test_tables_are_those_of_transformers(kind, head_dim):
-    rope, positions = KINDS[kind], 2000
+    rope, positions = replace(KINDS[kind], turning=head_dim), 2000
     config = transformers.LlamaConfig(
         hidden_size=4 * head_dim,
         num_attention_heads=4,
@@ -60,7 +62,7 @@ def test_tables_are_those_of_transformers(kind, head_dim):
 
 def test_llama3_bands():
     """Fast channels keep their frequency, slow ones are divided by the factor, none lies outside."""
-    plain, scaled = frequencies(RopeConfig(LLAMA3.theta), 128), frequencies(LLAMA3, 128)
+    plain, scaled = frequencies(RopeConfig(LLAMA3.theta, 128)), frequencies(LLAMA3)
     turns = LLAMA3.original_max_position * plain / (2 * math.pi)
     torch.testing.assert_close(scaled[turns > 4], plain[turns > 4], rtol=1e-15, atol=0)
     torch.testing.assert_close(scaled[turns < 1], plain[turns < 1] / 8, rtol=1e-15, atol=0)
@@ -76,6 +78,40 @@ def test_far_positions_are_exact():
     """Angles at position 131071 agree with Python's own arithmetic to the last bit of fp32."""
     tables = rope_tables(LLAMA3, 128, 131072, torch.device("cpu"))
     for pair in (0, 1, 17, 63):
-        angle = 131071 * frequencies(LLAMA3, 128)[pair].item()
+        angle = 131071 * frequencies(LLAMA3)[pair].item()
         assert abs(tables.cos[-1, pair].item() - math.cos(angle)) < 1e-7
         assert abs(tables.sin[-1, pair].item() - math.sin(angle)) < 1e-7
+
+
+def dot_products(q, k, order):
+    """q k^T of every pair of positions, for channels in `order`."""
+    return torch.einsum("qhd,khd->hqk", q[..., order].double(), k[..., order].double())
+
+
+@pytest.mark.parametrize("turning", [16, 32, 64])
+def test_moved_channels_turn_as_neighbours_do(turning):
+    """Turned as complex numbers of neighbours, q k^T is what it is after moving and turning halves."""
+    q, k = torch.randn(2, 9, 2, 64, generator=torch.Generator().manual_seed(3)).double()
+    rope = RopeConfig(10000.0, turning, pairs="neighbours")
+    angles = torch.outer(torch.arange(9).double(), frequencies(rope))
+    wheel = torch.polar(torch.ones_like(angles), angles)[:, None]
+
+    def whole(x):
+        pairs = torch.view_as_complex(x[..., :turning].unflatten(-1, (-1, 2)).contiguous()) * wheel
+        return torch.cat((torch.view_as_real(pairs).flatten(-2), x[..., turning:]), -1)
+
+    tables, order = rope_tables(rope, 64, 9, torch.device("cpu")), channel_order(rope, 64)
+    ours = [turn(x[..., order].float(), tables, torch.arange(9)) for x in (q, k)]
+    everything = torch.arange(64)
+    want = dot_products(whole(q), whole(k), everything)
+    torch.testing.assert_close(dot_products(*ours, everything), want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("turning", [16, 48])
+def test_channels_that_do_not_turn_keep_their_length(turning):
+    rope = RopeConfig(10000.0, turning, length=1.25)
+    tables = rope_tables(rope, 64, 5, torch.device("cpu"))
+    length = (tables.cos.square() + tables.sin.square()).sqrt()
+    torch.testing.assert_close(length[:, : turning // 2], torch.full((5, turning // 2), 1.25))
+    assert (length[:, turning // 2 :] == 1).all()
+    assert sorted(channel_order(rope, 64).tolist()) == list(range(64))

@@ -1,12 +1,14 @@
 """Linear, RMSNorm, Embedding and MLP against the definitions in fp64."""
 
+import math
+
 import pytest
 import torch
 
 from qrt.layers.embedding import Embedding
 from qrt.layers.linear import Linear
-from qrt.layers.mlp import MLP
-from qrt.layers.norm import RMSNorm
+from qrt.layers.mlp import ACTIVATIONS, MLP, OtherMLP
+from qrt.layers.norm import LayerNorm, RMSNorm
 from qrt.quant import affine
 from qrt.quant.weight import WEIGHT_SCHEMES, WeightData
 
@@ -87,5 +89,51 @@ def test_mlp_is_swiglu():
 
 def test_embedding_takes_rows():
     table = random(10, 4)
-    rows = Embedding(table)(torch.tensor([3, 3, 9]))
+    rows = Embedding(table)(torch.tensor([3, 3, 9]), torch.arange(3))
     assert torch.equal(rows, table[[3, 3, 9]]) and rows.data_ptr() != table.data_ptr()
+
+
+def test_embedding_scales_in_the_models_dtype_and_adds_positions():
+    """In bf16 sqrt(3072) = 55.4256 is 55.5, as in transformers' Gemma."""
+    table, places = random(10, 4).bfloat16(), random(7, 4, seed=1).bfloat16()
+    tokens, positions = torch.tensor([3, 9]), torch.tensor([0, 4])
+    scaled = Embedding(table, scale=3072**0.5)(tokens, positions)
+    assert torch.equal(scaled, table[tokens] * torch.tensor(55.5, dtype=torch.bfloat16))
+    placed = Embedding(table, positions=places, first=2)(tokens, positions)
+    assert torch.equal(placed, table[tokens] + places[[2, 6]])
+
+
+@pytest.mark.parametrize("heads", [(), (3,)])
+def test_layernorm_is_its_definition(heads):
+    weight, bias, x = random(*heads, 64, seed=1), random(64, seed=3), random(7, *heads, 64, seed=2)
+    wide = x.double()
+    centred = wide - wide.mean(-1, keepdim=True)
+    truth = (
+        centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double() + bias.double()
+    )
+    torch.testing.assert_close(LayerNorm(weight, bias, 1e-5)(x).double(), truth, rtol=1e-5, atol=1e-5)
+
+
+def test_an_fp32_weight_multiplies_before_the_norm_is_rounded():
+    weight, x = 1 + random(64, seed=1) / 4, random(7, 64, seed=2).bfloat16()
+    wide = x.double()
+    truth = wide / (wide.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
+    assert torch.equal(RMSNorm(weight, 1e-6)(x), truth.bfloat16())
+    assert not torch.equal(RMSNorm(weight.bfloat16(), 1e-6)(x), truth.bfloat16())
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("gated", [False, True])
+def test_other_mlps(name, gated):
+    gate_up, w = plain(96 * (1 + gated), 32, seed=1)
+    down, v = plain(32, 96, seed=2)
+    x = random(4, 32, seed=3)
+    y = x.double() @ w.T
+    act = {
+        "silu": lambda y: y / (1 + (-y).exp()), "relu": lambda y: y.clamp(min=0),
+        "relu2": lambda y: y.clamp(min=0) ** 2, "gelu": lambda y: y * (1 + torch.erf(y / 2**0.5)) / 2,
+        "gelu_tanh": lambda y: y * (1 + torch.tanh((2 / math.pi) ** 0.5 * (y + 0.044715 * y**3))) / 2,
+    }[name]  # fmt: skip
+    inside = act(y[:, :96]) * y[:, 96:] if gated else act(y)
+    got = OtherMLP(gate_up, down, ACTIVATIONS[name], gated=gated)(x)
+    torch.testing.assert_close(got.double(), inside @ v.T, rtol=1e-5, atol=1e-3)

@@ -27,7 +27,7 @@ class Requests:
         max_len: int = 160,
         attend_cache: bool = False,
     ) -> None:
-        config = model.config
+        config = model.arch
         self.model = model
         self.attend_cache = attend_cache
         self.lengths = [0] * num
@@ -73,8 +73,10 @@ class Requests:
     def _decode(self, rows: list[int]) -> DecodeMeta:
         kv_lens = self._ints([self.lengths[row] for row in rows])
         at = self._ints(rows)
-        heads_per_sm = self.storage.heads_per_sm(len(rows), self.model.config.num_heads)
-        parts = plan_parts(at, kv_lens, self.model.config.num_kv_heads, heads_per_sm)
+        heads_per_sm = self.storage.heads_per_sm(len(rows), self.model.arch.num_heads)
+        heads = self.model.arch.num_kv_heads
+        windows = self.model.arch.windows
+        parts = [plan_parts(at, kv_lens, heads, heads_per_sm, window) for window in windows]
         return DecodeMeta(at, kv_lens, parts, newest=True)
 
     def _prefill(self, decodes: int, chunks: list[tuple[int, int]]) -> PrefillMeta:

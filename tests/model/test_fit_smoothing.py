@@ -30,12 +30,12 @@ def their_q_and_k(folder, tokens):
 def test_tables_are_of_the_models_own_q_and_k(architecture, tmp_path):
     folder = random_checkpoint(tmp_path, architecture, num_hidden_layers=3)
     model = ours(folder)
-    vocab, dim = model.config.vocab_size, model.config.head_dim
-    count = min(TOKENS, model.config.max_position)
+    vocab, dim = model.arch.vocab_size, model.arch.head_dim
+    count = min(TOKENS, model.arch.max_position)
     tokens = torch.randint(vocab, (count,), generator=torch.Generator().manual_seed(SEED))
     tables = fit_smoothing(model, [KV_FORMATS["fp16"]] * 3)
     for table, (q, k) in zip(tables, their_q_and_k(folder, tokens), strict=True):
-        want = fit(q.unflatten(1, (-1, dim)), k.unflatten(1, (-1, dim)), *model.rope)
+        want = fit(q.unflatten(1, (-1, dim)), k.unflatten(1, (-1, dim)), *model.ropes[0])
         assert all(relative(got, row) < 1e-4 for got, row in zip(table, want, strict=True))
 
 
@@ -44,8 +44,8 @@ def test_the_first_tokens_k_is_stored_exactly(name, tmp_path):
     """Through the quantizer itself, from transformers' K of the first token, at which RoPE does nothing."""
     folder = random_checkpoint(tmp_path, "Qwen3ForCausalLM", num_hidden_layers=3)
     model = ours(folder)
-    dim = model.config.head_dim
-    tokens = torch.randint(model.config.vocab_size, (9,), generator=torch.Generator().manual_seed(SEED))
+    dim = model.arch.head_dim
+    tokens = torch.randint(model.arch.vocab_size, (9,), generator=torch.Generator().manual_seed(SEED))
     fmt = KV_FORMATS[name]
     for table, (_, k) in zip(fit_smoothing(model, [fmt] * 3), their_q_and_k(folder, tokens), strict=True):
         for token, bound in ((0, 2e-3), (5, 0.5)):  # another token's K has an error that is not small
@@ -56,6 +56,6 @@ def test_the_first_tokens_k_is_stored_exactly(name, tmp_path):
 
 def test_a_model_that_overflows_is_refused(tmp_path):
     model = ours(random_checkpoint(tmp_path, "LlamaForCausalLM", num_hidden_layers=2))
-    model.layers[0].mlp_norm.weight.fill_(float("inf"))
+    model.layers[0].norms.mlp_in.weight.fill_(float("inf"))
     with pytest.raises(QrtError, match=r"layer 1: .*--dtype bfloat16, or --kv fp16"):
         fit_smoothing(model, [KV_FORMATS["int4"]] * 2)

@@ -11,7 +11,7 @@ import torch
 from hand_steps import Requests
 from truth import prompt, relative
 
-from qrt.arch import ARCHS, ModelConfig
+from qrt.arch.runnable import read_arch
 from qrt.kernels import chain
 from qrt.layers.mlp import MLP
 from qrt.model import fused
@@ -23,8 +23,9 @@ from qrt.quant.kv import KV_FORMATS
 from qrt.quant.weight import WEIGHT_SCHEMES
 
 CPU = torch.device("cpu")
-CONFIG = ModelConfig.from_hf(
+CONFIG = read_arch(
     {
+        "architectures": ["Qwen2ForCausalLM"],
         "vocab_size": 500,
         "hidden_size": 256,
         "intermediate_size": 256,
@@ -34,7 +35,7 @@ CONFIG = ModelConfig.from_hf(
         "head_dim": 128,
         "max_position_embeddings": 128,
     },
-    ARCHS["Qwen2ForCausalLM"],
+    "model",
 )
 LAST = 17  # requests that decode in the last step: one more than `chain` takes
 
@@ -48,11 +49,11 @@ def make(scheme, mix=(), config=CONFIG, device=CPU, dtype=torch.float32):
         return name, WEIGHT_SCHEMES[name].spec
 
     weights = RandomWeights(grid, device, dtype)
-    return build(config, ARCHS[config.architecture], weights, progress="Making weights")
+    return build(config, weights, progress="Making weights")
 
 
 def plain(model):
-    return Decoder(model.config, model.embed, model.layers, model.norm, model.head, model.rope)
+    return Decoder(model.arch, model.embed, model.layers, model.norm, model.head, model.ropes)
 
 
 def logits(model, kv="fp16"):
@@ -112,7 +113,7 @@ MIXES = {
     "q, k and v": [("q_proj", "w4a16")],
     "a layer": [("layers.1.", "w8a16")],
 }
-BIASED = replace(CONFIG, architecture="LlamaForCausalLM", o_bias=True, mlp_bias=True)
+BIASED = replace(CONFIG, name="LlamaForCausalLM", o_bias=True, mlp_bias=True)
 
 
 @pytest.mark.parametrize("config", [CONFIG, BIASED], ids=["", "biased"])
@@ -152,7 +153,7 @@ def test_a_part_without_a_fused_kernel_is_named_and_runs_plainly(caplog):
     last.mlp = Doubled(last.mlp.gate_up, last.mlp.down)
     with caplog.at_level(logging.WARNING):
         assert FusedDecoder.of(plain(model)) is None
-    assert "mlp of layer 2, a Doubled" in caplog.text
+    assert "layer 2: mlp is a Doubled" in caplog.text
     assert max(map(relative, logits(plain(model)), logits(model))) > 0.01, "the fused one is not to be used"
 
 

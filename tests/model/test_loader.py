@@ -100,7 +100,7 @@ def test_a_stored_head_that_differs_wins_over_the_config(broken, caplog):
 
     model = load(broken("tied", store))
     assert torch.equal(model.head.tensors[0], 2 * model.embed.weight)
-    assert not model.config.tied_embeddings
+    assert not model.arch.tied_embeddings
     assert "lm_head is stored apart" in caplog.text
 
 
@@ -215,7 +215,11 @@ def test_a_bad_config_reaches_the_user(broken):
 @pytest.mark.parametrize(
     ("name", "error", "text"),
     [
-        (["Gemma2ForCausalLM"], UnsupportedError, "unknown architecture 'Gemma2ForCausalLM' .known: Llama"),
+        (
+            ["GemmaNineForCausalLM"],
+            UnsupportedError,
+            "unknown architecture 'GemmaNineForCausalLM' .known: Llama",
+        ),
         (
             ["MixtralForCausalLM"],
             UnsupportedError,
@@ -236,17 +240,10 @@ def test_a_models_own_code_is_not_run(broken, caplog):
     assert "auto_map" in caplog.text
 
 
-def test_context_is_capped_to_a_sliding_window_with_one_line(tmp_path, caplog):
-    folder = random_checkpoint(tmp_path / "model", "MistralForCausalLM", sliding_window=96)
-    with caplog.at_level(logging.WARNING):
-        model = load(folder)
-    assert model.config.max_position == 96 and model.rope.cos.shape[0] == 96
-    assert [r.message for r in caplog.records] == [
-        "context capped at the model's sliding window: 96 of 512 tokens"
-    ]
-    caplog.clear()
-    wide = random_checkpoint(tmp_path / "wide", "MistralForCausalLM", sliding_window=512)
-    assert load(wide).config.max_position == 512 and not caplog.records
+def test_a_sliding_window_leaves_the_context_as_it_is(tmp_path):
+    model = load(random_checkpoint(tmp_path / "model", "MistralForCausalLM", sliding_window=96))
+    assert model.arch.max_position == 512 and model.ropes[0].cos.shape[0] == 512
+    assert [layer.attention.scores.window for layer in model.layers] == [96] * len(model.layers)
 
 
 def test_parts_of_a_fused_projection_must_be_quantized_alike(saved, tmp_path):
@@ -274,4 +271,4 @@ def test_layers_left_unquantized_are_logged_once_by_name(saved, tmp_path, caplog
 
 def test_an_opened_checkpoint_is_taken_too(saved):
     model = load(open_checkpoint(saved["plain"]))
-    assert model.config.num_layers == 2 and model.device == CPU and model.dtype == torch.float32
+    assert model.arch.num_layers == 2 and model.device == CPU and model.dtype == torch.float32

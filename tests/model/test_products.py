@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fake_gpu import META, fake_gpu, meta_weight
-from qrt.arch import ARCHS, ModelConfig
+from qrt.arch.runnable import read_arch
 from qrt.kernels.linear.product import Epilogue, Kernel
 from qrt.layers.linear import Linear
 from qrt.llm import LLM
@@ -15,12 +15,13 @@ from qrt.model.build import build
 from qrt.model.products import CHAINED, explain_products
 from qrt.quant.weight import WEIGHT_SCHEMES
 
-CONFIG = ModelConfig.from_hf(
+CONFIG = read_arch(
     {
+        "architectures": ["LlamaForCausalLM"],
         "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 3,
         "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 128,
     },
-    ARCHS["LlamaForCausalLM"],
+    "model",
 )  # fmt: skip
 SIZES = {"qkv": (4096, 6144), "o": (4096, 4096), "gate_up": (4096, 28672), "down": (14336, 4096)}
 
@@ -33,10 +34,15 @@ class MetaWeights:
     def __init__(self, scheme, mix):
         self.scheme, self.mix = scheme, mix
 
-    def linear(self, modules, shape):
-        scheme = next((to for part, to in self.mix.items() if part in modules[0]), self.scheme)
-        scheme = "fp16" if modules == ("lm_head",) else scheme
-        return Linear(scheme, meta_weight(scheme, shape.in_features, sum(shape.outs)))
+    def linear(self, stack):
+        scheme = next((to for part, to in self.mix.items() if part in stack.modules[0]), self.scheme)
+        return Linear(scheme, meta_weight(scheme, stack.in_features, sum(stack.outs)))
+
+    def head(self, stack, *, unit):
+        return Linear("fp16", meta_weight("fp16", stack.in_features, sum(stack.outs)))
+
+    def has(self, name):
+        return False
 
     def tensor(self, name, shape):
         return torch.empty(shape, dtype=self.dtype, device=META)
@@ -48,7 +54,7 @@ def products(monkeypatch, scheme, tokens, mix=None, **gpu):
     monkeypatch.setattr(
         fused, "_splits", lambda linear, x: fused._takes_int8(linear) and len(x) <= fused.SPLIT_TOKENS
     )
-    model = build(CONFIG, ARCHS["LlamaForCausalLM"], MetaWeights(scheme, mix or {}), progress="")
+    model = build(CONFIG, MetaWeights(scheme, mix or {}), progress="")
     return {(each.name, each.layers[:1], each.tokens[0]): each for each in explain_products(model, tokens)}
 
 
@@ -101,7 +107,7 @@ def test_layers_of_another_scheme_are_told_apart(monkeypatch):
 def test_epilogues_are_those_of_the_operators_that_run(monkeypatch, scheme, tokens):
     """The operators that a layer calls with these tokens, on a GPU without `chain`."""
     products(monkeypatch, scheme, [1], hopper=False, measured={})
-    model = build(CONFIG, ARCHS["LlamaForCausalLM"], MetaWeights(scheme, {}), progress="")
+    model = build(CONFIG, MetaWeights(scheme, {}), progress="")
     layer, called = model.fused[0], []
 
     def note(epilogue, operator):

@@ -8,7 +8,7 @@ import torch
 from hand_steps import Requests
 
 from qrt import EngineConfig, SamplingParams
-from qrt.arch import ARCHS, ModelConfig
+from qrt.arch.runnable import read_arch
 from qrt.assets import model_path
 from qrt.engine.engine import Engine
 from qrt.errors import CheckpointError, ConfigError, UnsupportedError
@@ -17,8 +17,9 @@ from qrt.quant.checkpoint.compressed_tensors import quantization_config
 from qrt.quant.weight import WEIGHT_SCHEMES
 from qrt.quant.weight.head import head_grid
 
-CONFIG = ModelConfig.from_hf(
+CONFIG = read_arch(
     {
+        "architectures": ["LlamaForCausalLM"],
         "vocab_size": 500,
         "hidden_size": 256,
         "intermediate_size": 512,
@@ -27,7 +28,7 @@ CONFIG = ModelConfig.from_hf(
         "num_key_value_heads": 2,
         "max_position_embeddings": 256,
     },
-    ARCHS["LlamaForCausalLM"],
+    "model",
 )
 GRIDS = [
     ("fp16", None, None),
@@ -75,7 +76,7 @@ def test_a_quantized_head(scheme, wanted, tied):
     config = replace(CONFIG, vocab_size=509, tied_embeddings=tied)
     model = make(scheme, config=config, head_bits=8)
     assert model.head.scheme == wanted and model.schemes == {scheme: 12}
-    assert f"{scheme} (head {wanted})" in str(model) and not model.config.tied_embeddings
+    assert f"{scheme} (head {wanted})" in str(model) and not model.arch.tied_embeddings
     logits = Requests(model).run([(0, list(range(20)))])[0]
     assert logits.shape == (20, 509) and 0.3 < logits.std() < 3
     plain = make(scheme, config=replace(config, tied_embeddings=False))
@@ -105,11 +106,11 @@ def test_a_group_that_does_not_divide_is_refused():
 
 
 def test_biases_and_head_norms_of_other_architectures():
-    qwen = replace(CONFIG, architecture="Qwen2ForCausalLM", qkv_bias=True, tied_embeddings=True)
+    qwen = replace(CONFIG, name="Qwen2ForCausalLM", qkv_bias=True, tied_embeddings=True)
     model = make("w4a16", config=qwen)
     assert model.layers[0].attention.qkv.bias.shape == (512,)
     assert model.head.tensors[0].data_ptr() == model.embed.weight.data_ptr()
-    qwen3 = make("w8a16", config=replace(CONFIG, architecture="Qwen3ForCausalLM", qk_norm=True))
+    qwen3 = make("w8a16", config=replace(CONFIG, name="Qwen3ForCausalLM", qk_norm="head"))
     assert Requests(qwen3).run([(0, [1, 2, 3])])[0].isfinite().all()
 
 

@@ -10,7 +10,7 @@ from qrt.layers.rope import rope_tables
 from qrt.quant.kv import KV_FORMATS, smoothing
 
 T, HQ, HKV, D = 256, 6, 2, 64
-CONFIG = RopeConfig(10000.0)
+CONFIG = RopeConfig(10000.0, 64)
 ROPE = rope_tables(CONFIG, D, 512, torch.device("cpu"))
 PAIRS = torch.arange(D // 2)
 

@@ -153,7 +153,7 @@ def _units(job: Job, grids: Mapping[int, Grid | None]) -> list[Unit]:
     """Return the fused Linears whose width neither --ignore nor an override decides."""
     patterns = [override.pattern for override in job.recipe.overrides]
     units = []
-    for index in range(job.config.num_layers):
+    for index in range(job.arch.num_layers):
         for _, names in job.arch.fuse:
             parts = tuple(f"{job.layer_name(index)}.{name}" for name in names)
             settled = any(matches(part, pattern) for part in parts for pattern in patterns)

@@ -42,7 +42,7 @@ def expected_seconds(job: Job, budget: Budget | None = None) -> float:
     """Return the seconds for all layers and the head; with a `budget`, its measurement too."""
     torch.mm(*torch.ones(2, ORDER, ORDER, device=job.device))  # starts threads and libraries
     tensors = read_layer(job.checkpoint, job.layer_name(0))
-    layers = [job.layer_name(index) for index in range(job.config.num_layers)]
+    layers = [job.layer_name(index) for index in range(job.arch.num_layers)]
     seconds = 0.0
     for fused, parts in job.arch.fuse:
         stacked, times = (parts[:1], len(parts)) if _apart(job.arch, fused) else (parts, 1)
@@ -57,7 +57,7 @@ def expected_seconds(job: Job, budget: Budget | None = None) -> float:
     if any(job.recipe.windows):
         seconds += _Windows(job, tensors).seconds(budget)
     if job.recipe.head is not None:
-        weight = job.checkpoint.tensor(f"{job.arch.head}.weight")
+        weight = job.checkpoint.tensor(f"{job.arch.names.head}.weight")
         few = weight[:SLICE].to(job.device, torch.float32)
         seconds += _nearest(few, job.recipe.head.spec, job.scale_dtype) * len(weight) / len(few)
     return seconds
@@ -155,10 +155,10 @@ class _Windows:
         batch = 1 if on_cpu else max(1, BATCH_TOKENS // self._seqlen)
         self._executor = LayerExecutor(job.checkpoint, job.arch, tokens, job.device)
         self._layer = self._executor.load(0, tensors)
-        self._hidden = torch.randn(batch, tokens, job.config.hidden_size, device=job.device)
+        self._hidden = torch.randn(batch, tokens, job.arch.hidden_size, device=job.device)
         self._shapes = {name: tensors[f"{name}.weight"].shape for name in job.arch.projections}
         weights = sum(shape.numel() for shape in self._shapes.values())
-        width = job.config.num_heads * job.config.head_dim
+        width = job.arch.num_heads * job.arch.head_dim
         per_token = (2 * weights + 4 * width * length for length in (self._seqlen, tokens))
         more = next(per_token) / next(per_token)  # tokens of a longer window attend to more tokens
         self._times = self._seqlen / tokens / batch  # timed pieces of work in one window
@@ -173,7 +173,7 @@ class _Windows:
         """Return the seconds of everything, with all devices at work."""
         job = self._job
         calibrating, evaluating = job.recipe.windows
-        layers = job.config.num_layers
+        layers = job.arch.num_layers
         seconds = 2 * self.forward * (calibrating + evaluating)  # exact and rounded, to the next layer
         if calibrating:
             seconds += self._moments() * calibrating + self._judging()
@@ -238,7 +238,7 @@ class _Windows:
     def _head(self) -> tuple[float, float]:
         """Time one window's gradient after the last layer, and its evaluation in both models."""
         job, device = self._job, self._hidden.device
-        vocab, width = job.checkpoint.spec(f"{job.arch.embed}.weight").shape
+        vocab, width = job.checkpoint.spec(f"{job.arch.names.embed}.weight").shape
         tokens = min(self._seqlen, TOKENS)
         head = PlainHead(torch.randn(min(vocab, ROWS), width, dtype=job.scale_dtype, device=device))
         x = torch.randn(tokens, width, device=device)
@@ -257,7 +257,7 @@ class _Windows:
 
     def _measured_bits(self, budget: Budget, evaluated: float) -> float:
         """Time the measurement of a budget: each unit and width is a stream from its layer to the last."""
-        layers = self._job.config.num_layers
+        layers = self._job.arch.num_layers
         streams = len(budget.units) * sum(grid is not None for grid in budget.grids.values())
         return WINDOWS * streams * (self.forward * (layers + 1) / 2 + evaluated)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from qrt.arch import Arch, ModelConfig
+from qrt.arch import Arch
 from qrt.quant.weight import WEIGHT_SCHEMES
 from qrt_calibrate.estimate.sizes import gigabytes, stored_bytes
 from qrt_calibrate.job.plan import Job
@@ -31,7 +31,7 @@ def findings(job: Job, size: int) -> list[str]:
         found.append("transformers only simulates w8a8, slowly; vLLM, SGLang and qrt run it fast")
     if job.arch.experts is not None:
         found += _mixture(job.arch, job.grids, job.recipe.grid)
-    head = f"{job.arch.head}.weight"
+    head = f"{job.arch.names.head}.weight"
     if job.checkpoint.has(head) and not job.source.has(head):
         assert job.recipe.head is not None
         own = stored_bytes(job.checkpoint.spec(head), job.recipe.head, job.scale_dtype)
@@ -41,7 +41,7 @@ def findings(job: Job, size: int) -> list[str]:
             "vLLM before PR 37291 (March 2026) and SGLang before PR 35228 (August 2026) do not read a "
             "quantized head, SGLang without saying so; --head-bits 16 loads in all"
         )
-    if job.config.tied_embeddings:
+    if job.arch.tied_embeddings:
         found.append("the head is the embedding and stays unquantized")
     return found
 
@@ -53,7 +53,7 @@ def _parallel(job: Job, size: int) -> list[str]:
         (name, job.checkpoint.spec(f"{name}.weight").shape, grid) for name, grid in job.quantized.items()
     ]
     for count in PARALLEL:
-        if size >= count * SHARE_BYTES and (reason := _split(job.config, weights, count)):
+        if size >= count * SHARE_BYTES and (reason := _split(job.arch, weights, count)):
             reasons.setdefault(reason, []).append(str(count))
     return [
         f"vLLM and SGLang cannot split it over {' or '.join(counts)} GPUs (tensor parallelism): {reason}"
@@ -67,7 +67,8 @@ def _mixture(arch: Arch, grids: Mapping[str, Grid | None], main: Grid) -> list[s
     transformers reads all experts by the first grid of the file.
     """
     found = [f"routers ({', '.join(arch.routers)}) stay unquantized"]
-    experts = {grid for name, grid in grids.items() if f".{arch.experts}." in name}
+    module = "" if arch.experts is None else arch.experts.module
+    experts = {grid for name, grid in grids.items() if f".{module}." in name}
     if any(grid and not grid.spec.symmetric for grid in experts):
         found.append("only vLLM and SGLang load experts with zero points; with --sym transformers does too")
     if experts != {main}:
@@ -78,9 +79,7 @@ def _mixture(arch: Arch, grids: Mapping[str, Grid | None], main: Grid) -> list[s
     return [*found, f"qrt does not run {arch.name}; vLLM, SGLang and transformers do"]
 
 
-def _split(
-    config: ModelConfig, weights: Sequence[tuple[str, tuple[int, ...], Grid]], size: int
-) -> str | None:
+def _split(config: Arch, weights: Sequence[tuple[str, tuple[int, ...], Grid]], size: int) -> str | None:
     """Say why `size` GPUs cannot share the first Linear that they cannot share; None if they share all."""
     if config.num_heads % size or config.num_kv_heads % size and size % config.num_kv_heads:
         return f"{config.num_heads} query and {config.num_kv_heads} KV heads"

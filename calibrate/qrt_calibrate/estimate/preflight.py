@@ -72,7 +72,7 @@ class Preflight:
 def preflight(job: Job) -> Preflight:
     """Estimate a job and find where its result will not load; no weight is read."""
     checkpoint, recipe, dtype = job.checkpoint, job.recipe, job.scale_dtype
-    layers = [_tensors(checkpoint, job.layer_name(index)) for index in range(job.config.num_layers)]
+    layers = [_tensors(checkpoint, job.layer_name(index)) for index in range(job.arch.num_layers)]
     weights = [sum(prod(spec.shape) for spec in layer) for layer in layers]
     stored = [sum(spec.num_bytes for spec in layer) for layer in layers]
     shapes = {
@@ -82,7 +82,7 @@ def preflight(job: Job) -> Preflight:
     outputs = _output_moments(job.arch, shapes) if recipe.rules.rows else 0
     on_cpu = max(stored) + max(weights) if job.device.type == "cpu" else 0  # as read, and as codes
     replica = 2 * 4 * max(weights) + moments + outputs
-    stream = partial(stream_bytes, seqlen=recipe.seqlen, hidden_size=job.config.hidden_size)
+    stream = partial(stream_bytes, seqlen=recipe.seqlen, hidden_size=job.arch.hidden_size)
     size = output_bytes(checkpoint, job.written, dtype)
     return Preflight(
         output_bytes=size,
@@ -91,7 +91,7 @@ def preflight(job: Job) -> Preflight:
         replica_bytes=replica if len(job.devices) > 1 and any(recipe.windows) else 0,
         devices=len(job.devices),
         hidden_bytes=2 * stream(sum(recipe.windows)),
-        gradient_bytes=job.config.num_layers * stream(gradient_windows(recipe)),
+        gradient_bytes=job.arch.num_layers * stream(gradient_windows(recipe)),
         tune_bytes=_tune_bytes(job),
         findings=tuple(findings(job, size)),
     )
@@ -102,8 +102,8 @@ def _tune_bytes(job: Job) -> int:
     trained = linear_weights(job.checkpoint, job.quantized)
     others = job.num_weights - trained
     if job.recipe.head is not None:  # the rounded head beside the original
-        others += linear_weights(job.checkpoint, [job.arch.head])
-    return job.training.num_bytes(job.config, trained, others)
+        others += linear_weights(job.checkpoint, [job.arch.names.head])
+    return job.training.num_bytes(job.arch, trained, others)
 
 
 def _stage_bytes(arch: Arch, shapes: Shapes, device: torch.device) -> tuple[int, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from qrt.arch import Arch, ModelConfig
+from qrt.arch import Arch
 from qrt.checks import first_few
 from qrt.errors import CheckpointError, UnsupportedError
 from qrt.quant.checkpoint import Checkpoint
@@ -10,27 +10,27 @@ from qrt.quant.checkpoint.format import FLOATS
 from qrt.quant.checkpoint.reader import is_unread
 
 
-def check_names(checkpoint: Checkpoint, arch: Arch, config: ModelConfig) -> None:
+def check_names(checkpoint: Checkpoint, arch: Arch) -> None:
     """Check that a checkpoint stores what its config.json asks for, and nothing else.
 
     CheckpointError: weights that are missing or, outside of layers, of other sizes, and tensors that the
     architecture does not use, zero biases apart. UnsupportedError: weights that are not FLOATS.
     """
     where, names = checkpoint.path, set(checkpoint.names())
-    wanted, biases = _weights(arch, config), _biases(arch, config)
+    wanted, biases = _weights(arch), _biases(arch)
     if missing := sorted(wanted - names):
         raise CheckpointError(
             f"{where}: {len(missing)} missing that config.json asks for: {first_few(missing)}; correct "
             "config.json (tie_word_embeddings, sizes) or download the checkpoint again"
         )
-    known = wanted | biases | {f"{arch.head}.weight"}
+    known = wanted | biases | {f"{arch.names.head}.weight"}
     for name in sorted(known & names):
         if checkpoint.spec(name).dtype not in FLOATS:
             raise UnsupportedError(
                 f"{where}: {name}: expected {' or '.join(map(str, FLOATS))}, "
                 f"got {checkpoint.spec(name).dtype}; save the model in one of them"
             )
-    for name, shape in _outer_shapes(arch, config).items():
+    for name, shape in _outer_shapes(arch).items():
         if name in names and (came := checkpoint.spec(name).shape) != shape:
             raise CheckpointError(
                 f"{where}: {name}: expected shape {list(shape)}, as config.json says, got {list(came)}; "
@@ -45,29 +45,29 @@ def check_names(checkpoint: Checkpoint, arch: Arch, config: ModelConfig) -> None
         )
 
 
-def _weights(arch: Arch, config: ModelConfig) -> set[str]:
+def _weights(arch: Arch) -> set[str]:
     """Return the full names of all weights; that of the head only where it is not tied."""
     inside = {*arch.projections, *arch.routers, *(pair.source for pair in arch.smooth)}
-    inside |= {"self_attn.q_norm", "self_attn.k_norm"} if config.qk_norm else set()
-    modules = {f"{arch.layers}.{index}.{name}" for index in range(config.num_layers) for name in inside}
-    modules |= {arch.embed, arch.norm} | (set() if config.tied_embeddings else {arch.head})
+    inside |= {"self_attn.q_norm", "self_attn.k_norm"} if arch.qk_norm else set()
+    modules = {f"{arch.names.layers}.{index}.{name}" for index in range(arch.num_layers) for name in inside}
+    modules |= {arch.names.embed, arch.names.norm} | (set() if arch.tied_embeddings else {arch.names.head})
     return {f"{module}.weight" for module in modules}
 
 
-def _outer_shapes(arch: Arch, config: ModelConfig) -> dict[str, tuple[int, ...]]:
+def _outer_shapes(arch: Arch) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the weights outside the layers; others are checked when a layer is loaded."""
-    table = config.vocab_size, config.hidden_size
-    shapes = {arch.embed: table, arch.head: table, arch.norm: (config.hidden_size,)}
+    table = arch.vocab_size, arch.hidden_size
+    shapes = {arch.names.embed: table, arch.names.head: table, arch.names.norm: (arch.hidden_size,)}
     return {f"{module}.weight": shape for module, shape in shapes.items()}
 
 
-def _biases(arch: Arch, config: ModelConfig) -> set[str]:
+def _biases(arch: Arch) -> set[str]:
     """Return the full names of the biases that config.json asks for."""
     (_, qkv), (_, o), *rest = arch.fuse
-    biased = [*(qkv if config.qkv_bias else ()), *(o if config.o_bias else ())]
-    if config.mlp_bias:
+    biased = [*(qkv if arch.qkv_bias else ()), *(o if arch.o_bias else ())]
+    if arch.mlp_bias:
         biased += [part for _, parts in rest for part in parts]
-    return {f"{arch.layers}.{index}.{part}.bias" for index in range(config.num_layers) for part in biased}
+    return {f"{arch.names.layers}.{index}.{part}.bias" for index in range(arch.num_layers) for part in biased}
 
 
 def _is_bias(name: str, known: set[str]) -> bool:

@@ -9,14 +9,15 @@ from typing import Any
 
 import torch
 
-from qrt.arch import ARCHS, MIXTURES, Arch, ModelConfig
-from qrt.arch.runnable import architecture
+from qrt.arch import Arch
+from qrt.arch.runnable import read_arch
 from qrt.errors import CheckpointError, ConfigError, UnsupportedError
 from qrt.folder import read_config
 from qrt.location import model_folder
 from qrt.quant.checkpoint import Checkpoint
 from qrt.quant.checkpoint.format import FLOATS
 from qrt.quant.weight import WEIGHT_SCHEMES, weight_only
+from qrt_calibrate.job.calibrated import uncalibrated
 from qrt_calibrate.job.names import check_names
 from qrt_calibrate.model.untie import UntiedCheckpoint
 from qrt_calibrate.recipe.groups import check_groups, choose_groups
@@ -40,7 +41,6 @@ class Job:
 
     checkpoint: Checkpoint
     arch: Arch
-    config: ModelConfig
     recipe: Recipe
     devices: tuple[torch.device, ...]
     grids: dict[str, Grid | None]
@@ -54,7 +54,7 @@ class Job:
     @property
     def scale_dtype(self) -> torch.dtype:
         """The model's dtype, to which loaders cast every scale."""
-        dtype: torch.dtype = getattr(torch, self.config.dtype)
+        dtype: torch.dtype = getattr(torch, self.arch.dtype)
         return dtype
 
     @property
@@ -66,7 +66,7 @@ class Job:
     def written(self) -> dict[str, Grid]:
         """Everything that is written quantized: `quantized`, and the head if it is rounded."""
         head = self.recipe.head
-        return self.quantized if head is None else {**self.quantized, self.arch.head: head}
+        return self.quantized if head is None else {**self.quantized, self.arch.names.head: head}
 
     @property
     def source(self) -> Checkpoint:
@@ -81,19 +81,19 @@ class Job:
     @property
     def training(self) -> Training:
         """How `--tune` trains the whole model."""
-        return Training.of(self.recipe, self.config, self.num_weights, self.device)
+        return Training.of(self.recipe, self.arch, self.num_weights, self.device)
 
     @property
     def ignored(self) -> list[str]:
         """The Linears that stay unquantized, routers and an unquantized head among them."""
-        layers = (self.layer_name(index) for index in range(self.config.num_layers))
+        layers = (self.layer_name(index) for index in range(self.arch.num_layers))
         routers = [f"{layer}.{name}" for layer in layers for name in self.arch.routers]
-        head = [] if self.recipe.head else [self.arch.head]
+        head = [] if self.recipe.head else [self.arch.names.head]
         return [*head, *routers, *(name for name, grid in self.grids.items() if grid is None)]
 
     def layer_name(self, index: int) -> str:
         """Return the full name of layer `index`."""
-        return f"{self.arch.layers}.{index}"
+        return f"{self.arch.names.layers}.{index}"
 
     def layer_grids(self, index: int) -> dict[str, Grid]:
         """Return the quantized Linears of layer `index`, by their names inside it, in fuse order."""
@@ -119,28 +119,28 @@ def plan(checkpoint: Checkpoint, recipe: Recipe, *devices: torch.device) -> Job:
     """Check everything that can be checked without reading weights."""
     if checkpoint.quantization:
         raise _quantized(checkpoint.path)
-    arch, config = _architecture(checkpoint.config, checkpoint.path)
+    arch = _architecture(checkpoint.config, checkpoint.path)
     checkpoint = as_stored(checkpoint)  # it may come from an earlier plan
     if arch.experts is not None:
         recipe = _for_mixture(recipe, arch)
-    if any(recipe.windows) and recipe.seqlen > config.max_position:
+    if any(recipe.windows) and recipe.seqlen > arch.max_position:
         raise ConfigError(
-            f"--seqlen: expected at most the model's {config.max_position}, got {recipe.seqlen}; lower it"
+            f"--seqlen: expected at most the model's {arch.max_position}, got {recipe.seqlen}; lower it"
         )
-    recipe, notes = choose_groups(checkpoint, matched(arch, config.num_layers, recipe), recipe)
-    grids = select(arch, config.num_layers, recipe)
+    recipe, notes = choose_groups(checkpoint, matched(arch, arch.num_layers, recipe), recipe)
+    grids = select(arch, arch.num_layers, recipe)
     if recipe.head:
         checkpoint = UntiedCheckpoint(checkpoint, arch)
-    job = Job(checkpoint, arch, config, recipe, devices, grids, notes)
+    job = Job(checkpoint, arch, recipe, devices, grids, notes)
     tied = bool(job.checkpoint.config.get("tie_word_embeddings"))
-    job = replace(job, config=replace(config, tied_embeddings=tied))
-    if getattr(torch, config.dtype, None) not in FLOATS:
+    job = replace(job, arch=replace(arch, tied_embeddings=tied))
+    if getattr(torch, arch.dtype, None) not in FLOATS:
         raise CheckpointError(
             f"{checkpoint.path}/config.json: expected dtype float16, bfloat16 or float32, "
-            f"got {config.dtype!r}; save the model in one of them"
+            f"got {arch.dtype!r}; save the model in one of them"
         )
     check_groups(checkpoint, job.grids)
-    check_names(job.source, arch, config)
+    check_names(job.source, arch)
     for grid in set(job.quantized.values()):
         _check_grid(grid, recipe, job.scale_dtype)
         if recipe.tune and WEIGHT_SCHEMES[grid.scheme].int8_tokens:
@@ -152,14 +152,16 @@ def _quantized(model: object) -> UnsupportedError:
     return UnsupportedError(f"{model}: already quantized; calibrate the unquantized model it was made from")
 
 
-def _architecture(config: Mapping[str, Any], model: str | Path) -> tuple[Arch, ModelConfig]:
-    """Return the architecture that a config.json names, and the model's sizes."""
-    name = architecture(config, model)
-    if name in MIXTURES:
-        arch, config = MIXTURES[name].arch(config)
-    else:
-        arch = ARCHS[name]
-    return arch, ModelConfig.from_hf(config, arch)
+def _architecture(config: Mapping[str, Any], model: str | Path) -> Arch:
+    """Return the architecture that a config.json names; UnsupportedError for one that is not calibrated."""
+    arch = read_arch(config, model)
+    if (fact := uncalibrated(arch)) is not None:
+        raise UnsupportedError(f"{arch.name}: qrt-calibrate does not know its {fact}; llm-compressor may")
+    if arch.experts is not None and not all(layer.sparse for layer in arch.layers):
+        raise UnsupportedError(
+            f"config.json: some layers of this {arch.name} are dense; qrt-calibrate takes mixtures in all"
+        )
+    return arch
 
 
 def as_stored(checkpoint: Checkpoint) -> Checkpoint:

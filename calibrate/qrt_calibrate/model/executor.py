@@ -35,20 +35,20 @@ class LayerExecutor:
                 _config(checkpoint.path), dtype=torch.float32, attn_implementation="sdpa"
             )
             if arch.experts is not None:
-                for layer in model.get_submodule(arch.layers):
+                for layer in model.get_submodule(arch.names.layers):
                     spell_out(layer, arch)
         model.eval().requires_grad_(False)  # no dropout, no noise on routers
         self._checkpoint = checkpoint
         self._arch = arch
         self.device = device
-        self._layers = model.get_submodule(arch.layers)
-        self._norm = model.get_submodule(arch.norm)
+        self._layers = model.get_submodule(arch.names.layers)
+        self._norm = model.get_submodule(arch.names.norm)
         self._head: tuple[nn.Module, PlainHead] | None = None
         self._arguments = {device: _layer_arguments(model, arch, seqlen, device)}
 
     def embed(self, windows: Tensor) -> Tensor:
         """Embed token ids [B, T]: hidden states [B, T, H], fp32 on the CPU."""
-        table = read(self._checkpoint, f"{self._arch.embed}.weight")
+        table = read(self._checkpoint, f"{self._arch.names.embed}.weight")
         if int(windows.max()) >= table.shape[0]:
             raise CheckpointError(
                 f"{self._checkpoint.path}: the tokenizer gives id {int(windows.max())}, "
@@ -80,7 +80,7 @@ class LayerExecutor:
 
     def layer_name(self, index: int) -> str:
         """Return the full name of layer `index`."""
-        return f"{self._arch.layers}.{index}"
+        return f"{self._arch.names.layers}.{index}"
 
     def load_stored(self, index: int) -> nn.Module:
         """Return layer `index` as the checkpoint stores it, in fp32 on the device."""
@@ -132,10 +132,12 @@ class LayerExecutor:
         """Return the last norm and the head of the checkpoint."""
         if self._head is None:
             norm = copy.deepcopy(self._norm)
-            weight = read(self._checkpoint, f"{self._arch.norm}.weight")
+            weight = read(self._checkpoint, f"{self._arch.names.norm}.weight")
             norm.load_state_dict({"weight": weight.to(self.device, torch.float32)}, assign=True)
-            stored = self._checkpoint.has(f"{self._arch.head}.weight")
-            head = read(self._checkpoint, f"{self._arch.head if stored else self._arch.embed}.weight")
+            stored = self._checkpoint.has(f"{self._arch.names.head}.weight")
+            head = read(
+                self._checkpoint, f"{self._arch.names.head if stored else self._arch.names.embed}.weight"
+            )
             self._head = norm, PlainHead(head.to(self.device))
         return self._head
 
@@ -192,14 +194,14 @@ def _layer_arguments(model: Any, arch: Arch, seqlen: int, device: torch.device) 
     """
     body = model.base_model
     body.rotary_emb = type(body.rotary_emb)(model.config).to(device)
-    layers = model.get_submodule(arch.layers)
+    layers = model.get_submodule(arch.names.layers)
     recorded: list[dict[str, Any]] = []
 
     def record(hidden: Tensor, **arguments: Any) -> Tensor:
         recorded.append(arguments)
         return hidden
 
-    idle = [*layers, model.get_submodule(arch.norm)]
+    idle = [*layers, model.get_submodule(arch.names.norm)]
     for module in idle:
         module.forward = record
     body(inputs_embeds=torch.zeros(1, seqlen, model.config.hidden_size, device=device), use_cache=False)

@@ -55,9 +55,9 @@ def spell_out(layer: Any, arch: Arch) -> None:
     Their block, which transformers calls mlp, gets the checkpoint's name too.
     """
     assert arch.experts is not None
-    name, _, experts = arch.experts.rpartition(".")
+    name, _, experts = arch.experts.module.rpartition(".")
     block = layer.mlp
-    setattr(block, experts, Experts(getattr(block, experts), arch.expert_parts))
+    setattr(block, experts, Experts(getattr(block, experts), arch.experts.parts))
     if name != "mlp":
         del layer.mlp
         layer.add_module(name, block)

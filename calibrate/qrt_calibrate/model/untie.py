@@ -21,7 +21,7 @@ class UntiedCheckpoint(Checkpoint):
         self.path, self.quantization, self.base = base.path, base.quantization, base
         self.config = {**base.config, "tie_word_embeddings": False}
         self._shard_of = dict(base._shard_of)
-        self._head, self._embedding = f"{arch.head}.weight", f"{arch.embed}.weight"
+        self._head, self._embedding = f"{arch.names.head}.weight", f"{arch.names.embed}.weight"
         if not base.has(self._head):
             self._shard_of[self._head] = base._shard(self._embedding)
 

@@ -28,7 +28,7 @@ def select(arch: Arch, num_layers: int, recipe: Recipe) -> dict[str, Grid | None
 
 
 def _layers(arch: Arch, num_layers: int) -> list[str]:
-    return [f"{arch.layers}.{index}" for index in range(num_layers)]
+    return [f"{arch.names.layers}.{index}" for index in range(num_layers)]
 
 
 def matched(arch: Arch, num_layers: int, recipe: Recipe) -> dict[str, Grid | None]:
@@ -42,12 +42,13 @@ def matched(arch: Arch, num_layers: int, recipe: Recipe) -> dict[str, Grid | Non
         for name in _matching(arch, list(grids), override.pattern, "an override"):
             grids[name] = override.grid
     for pattern in recipe.ignore:
-        for name in _matching(arch, [*grids, arch.head], pattern, "--ignore"):
-            if name != arch.head:
+        for name in _matching(arch, [*grids, arch.names.head], pattern, "--ignore"):
+            if name != arch.names.head:
                 grids[name] = None
             elif recipe.head is not None:
                 raise ConfigError(
-                    f"--ignore {pattern!r} means {arch.head}, which --head-bits {recipe.head_bits} rounds; "
+                    f"--ignore {pattern!r} means {arch.names.head}, "
+                    f"which --head-bits {recipe.head_bits} rounds; "
                     "leave out one of them"
                 )
     return grids
@@ -56,8 +57,10 @@ def matched(arch: Arch, num_layers: int, recipe: Recipe) -> dict[str, Grid | Non
 def _matching(arch: Arch, names: list[str], pattern: str, source: str) -> list[str]:
     """Return the names that a pattern matches; ConfigError if there is none."""
     found = [name for name in names if matches(name, pattern)]
-    if not found and matches(arch.head, pattern):
-        raise ConfigError(f"{source} {pattern!r} means {arch.head}; use --head-bits, which alone rounds it")
+    if not found and matches(arch.names.head, pattern):
+        raise ConfigError(
+            f"{source} {pattern!r} means {arch.names.head}; use --head-bits, which alone rounds it"
+        )
     if not found:
         known = list(dict.fromkeys(name.rpartition(".")[2] for name in names))
         raise ConfigError(
@@ -87,7 +90,7 @@ def _check_fused(arch: Arch, layers: list[str], grids: Mapping[str, Grid | None]
             grids_of = (f"{part} is {_described(grid)}" for grid, part in found.items())
             raise ConfigError(
                 f"{', '.join(grids_of)}, but engines run all experts of {layer} as one; match "
-                f"{arch.experts}.* or none of them"
+                f"{arch.experts.module if arch.experts else None}.* or none of them"
             )
         for fused, parts in arch.fuse:
             chosen = {part: grids[f"{layer}.{part}"] for part in parts}

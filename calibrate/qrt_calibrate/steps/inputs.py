@@ -48,7 +48,7 @@ def stage_moments(bench: Bench, stage: Stage) -> Moments:
     adds = closes and not _is_weighted(bench, part)
     if arch.is_expert(reader):  # an expert sees only the tokens sent to it; the block sees all
         assert arch.experts is not None
-        reader = arch.experts
+        reader = arch.experts.module
     names = [stage.norm, reader] if closes else [reader]
     total = streams.calibrating * streams.seqlen
 
@@ -83,7 +83,7 @@ def expert_moments(bench: Bench, stage: Stage) -> Iterator[tuple[Parts, Moments]
     streams = bench.streams
     assert bench.arch.experts is not None
     width = linear(bench.rounded, stage.parts[0]).in_features
-    names = [stage.norm, bench.arch.experts]
+    names = [stage.norm, bench.arch.experts.module]
     total = streams.calibrating * streams.seqlen
 
     def measure(
@@ -111,5 +111,5 @@ def expert_moments(bench: Bench, stage: Stage) -> Iterator[tuple[Parts, Moments]
 
 def _is_weighted(bench: Bench, name: str) -> bool:
     """Whether a router weights the output of the Linear `name` before it is added to the stream."""
-    block = (bench.arch.experts or "").rpartition(".")[0]
+    block = ("" if bench.arch.experts is None else bench.arch.experts.module).rpartition(".")[0]
     return block != "" and name.startswith(f"{block}.")

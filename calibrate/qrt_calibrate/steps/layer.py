@@ -61,13 +61,11 @@ def quantize_layer(
         return round_to_nearest(tensors, grids, job.scale_dtype, job.device)
     assert executor is not None and streams is not None
     with torch.no_grad():
-        eps = job.config.rms_norm_eps
+        eps = job.arch.norm.eps
         bench = Bench(job.layer_name(index), job.arch, eps, executor, index, tensors, streams)
         pairs = foldable(job.arch.smooth, job.arch.projections, grids)
         figures, recipe, dtype = Figures(), job.recipe, job.scale_dtype
-        search = ScaleSearch(
-            bench, pairs, recipe.rules.scales, recipe.exact_folds, dtype, job.config.head_dim
-        )
+        search = ScaleSearch(bench, pairs, recipe.rules.scales, recipe.exact_folds, dtype, job.arch.head_dim)
         rounder = Rounder(recipe.rules, dtype, recipe.damping, figures)
         done = LayerWork(bench, search, rounder, figures).quantize(grids)
         return LayerResult(

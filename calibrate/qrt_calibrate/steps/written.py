@@ -22,10 +22,10 @@ class Written:
 
     def __init__(self, job: Job, writer: CheckpointWriter) -> None:
         self._writer = writer
-        self._head = job.arch.head if job.recipe.head is not None else None
+        self._head = job.arch.names.head if job.recipe.head is not None else None
         names = job.checkpoint.names()
-        self._layers = [job.layer_name(index) for index in range(job.config.num_layers)]
-        self._linears = [list(job.layer_grids(index)) for index in range(job.config.num_layers)]
+        self._layers = [job.layer_name(index) for index in range(job.arch.num_layers)]
+        self._linears = [list(job.layer_grids(index)) for index in range(job.arch.num_layers)]
         self._names = {layer: [n for n in names if n.startswith(f"{layer}.")] for layer in self._layers}
 
     @property

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from qrt.arch import ModelConfig
+from qrt.arch import Arch
 from qrt.errors import ConfigError
 from qrt_calibrate.model.streams import available_ram
 from qrt_calibrate.recipe.recipe import Recipe
@@ -43,7 +43,7 @@ class Training:
     device: torch.device
 
     @classmethod
-    def of(cls, recipe: Recipe, config: ModelConfig, num_weights: int, device: torch.device) -> Training:
+    def of(cls, recipe: Recipe, config: Arch, num_weights: int, device: torch.device) -> Training:
         """Choose the training of a model with `num_weights` weights on `device`."""
         on_gpu, small = device.type == "cuda", num_weights < SMALL
         dtype = torch.float32 if small or not on_gpu else torch.bfloat16
@@ -70,7 +70,7 @@ class Training:
         """Number of windows of the calibration text per step."""
         return max(1, self.batch // TEXT_WINDOWS)
 
-    def num_bytes(self, config: ModelConfig, trained: int, others: int) -> int:
+    def num_bytes(self, config: Arch, trained: int, others: int) -> int:
         """Return the bytes that training takes, for `trained` weights of Linears and `others` in the model.
 
         Each trained weight has the original, the rounded one, its gradient and two moments, and its code in

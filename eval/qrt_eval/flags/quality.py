@@ -158,3 +158,8 @@ def add_compare(command: ArgumentParser) -> None:
         metavar="S",
         help="differences below this many standard errors are treated as noise",
     )
+
+
+def add_models(command: ArgumentParser) -> None:
+    """Add the flags of `qrt-eval models`."""
+    command.add_argument("--markdown", action="store_true", help="print the table in Markdown")

@@ -33,9 +33,9 @@ def preflight(arguments: Namespace) -> None:
         revision = given.get("revision") if name == "model" else None
         config, sizes = engine.preflight(EngineConfig(model, revision=revision, **place))
         for flag, length in lengths_of(given):
-            if length > sizes.context:
+            if length > sizes.max_position:
                 raise ConfigError(
-                    f"{flag} {length}: expected at most {sizes.context}, the context of {model}"
+                    f"{flag} {length}: expected at most {sizes.max_position}, the context of {model}"
                 )
         return config.model
 
@@ -53,7 +53,7 @@ def shared_context(arguments: Namespace) -> int:
     lengths: list[int] = []
 
     def note(_: str, model: str) -> str:
-        lengths.append(engine.preflight(EngineConfig(model))[1].context)
+        lengths.append(engine.preflight(EngineConfig(model))[1].max_position)
         return model
 
     models_of(vars(arguments), note)

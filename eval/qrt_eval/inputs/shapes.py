@@ -12,7 +12,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from qrt.arch import ARCHS, ModelConfig
+from qrt.arch import Arch
+from qrt.arch.runnable import read_arch
 from qrt.assets import model_path
 from qrt.errors import ConfigError
 from qrt.registry import nearest
@@ -121,13 +122,64 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_attention_heads": 64,
         },
     ),
+    "qwen2.5-7b": (
+        "Qwen2ForCausalLM",
+        {
+            "vocab_size": 152064,
+            "hidden_size": 3584,
+            "intermediate_size": 18944,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 28,
+            "num_key_value_heads": 4,
+            "rope_theta": 1000000.0,
+            "max_position_embeddings": 32768,
+        },
+    ),
+    "mistral-small-24b": (
+        "MistralForCausalLM",
+        {
+            "vocab_size": 131072,
+            "hidden_size": 5120,
+            "intermediate_size": 32768,
+            "num_hidden_layers": 40,
+            "num_attention_heads": 32,
+            "head_dim": 128,
+            "sliding_window": None,
+            "rope_theta": 1e8,
+            "max_position_embeddings": 32768,
+        },
+    ),
+    "phi-4": (
+        "Phi3ForCausalLM",
+        {
+            "vocab_size": 100352,
+            "hidden_size": 5120,
+            "intermediate_size": 17920,
+            "num_hidden_layers": 40,
+            "num_attention_heads": 40,
+            "num_key_value_heads": 10,
+            "rope_theta": 250000.0,
+            "max_position_embeddings": 16384,
+        },
+    ),
+    "glm-4-9b": ("GlmForCausalLM", {}),
+    "gemma-2-9b": (
+        "Gemma2ForCausalLM",
+        {
+            "hidden_size": 3584,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 42,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+        },
+    ),
 }
 
 
-def shape(name: str) -> ModelConfig:
+def shape(name: str) -> Arch:
     """Return the config of a known shape; ConfigError lists the known ones."""
     architecture, config = _entry(name)
-    return ModelConfig.from_hf(config, ARCHS[architecture])
+    return read_arch({"architectures": [architecture], **config}, name)
 
 
 def _entry(name: str) -> tuple[str, dict[str, Any]]:
@@ -147,7 +199,7 @@ def write_folder(name: str, scheme: str, folder: Path, head_bits: int = 16) -> N
     from qrt.quant.weight.head import head_grid
 
     architecture, config = _entry(name)
-    head, (head_scheme, head_spec) = ARCHS[architecture].head, head_grid(scheme, head_bits)
+    head, (head_scheme, head_spec) = shape(name).names.head, head_grid(scheme, head_bits)
     kind = architecture.removesuffix("ForCausalLM").lower()  # transformers' name of the architecture
     ends = {"bos_token_id": 0, "eos_token_id": 1}
     config = {"architectures": [architecture], "model_type": kind, **ends, **config}

@@ -197,7 +197,7 @@ def diverge(
             f"{facts['model']}: expected the tokenizer of {base.facts['run']['model']}, got a different one; "
             "compare bits per byte instead, with qrt-eval ppl --baseline"
         )
-    vocab, other = llm.engine.model.config.vocab_size, len(base.head)
+    vocab, other = llm.engine.model.arch.vocab_size, len(base.head)
     if vocab != other:
         raise ConfigError(
             f"{facts['model']}: expected the baseline's vocabulary of {other} tokens, got {vocab}"

@@ -93,7 +93,7 @@ def measure(engine: Engine, batch: int, arguments: Namespace, rate: float | None
     """Time `batch` random prompts of `input_len` tokens that each decode `output_len` tokens greedily."""
     input_len, output_len = arguments.input_len, arguments.output_len
     params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True)
-    prompts = torch.randint(0, engine.model.config.vocab_size, (batch, input_len)).tolist()
+    prompts = torch.randint(0, engine.model.arch.vocab_size, (batch, input_len)).tolist()
     for index, prompt in enumerate(prompts):
         engine.add(f"{batch}-{index}", prompt, params)
     timeline = engine.start_timeline() if engine.model.device.type == "cuda" else None

@@ -53,7 +53,7 @@ def in_batches(engine: Engine, lengths: Lengths, batch: int, arguments: Namespac
     """Return the load that keeps `batch` requests in flight."""
     count = arguments.num_prompts or PROMPTS_PER_SLOT * batch
     return Load(
-        {"batch": batch}, lengths.requests(count, arguments.seed, engine.model.config.vocab_size), batch
+        {"batch": batch}, lengths.requests(count, arguments.seed, engine.model.arch.vocab_size), batch
     )
 
 
@@ -62,7 +62,7 @@ def all_at_once(engine: Engine, lengths: Lengths, arguments: Namespace) -> Load:
 
     ConfigError if a steady load has fewer than twice the requests that run at once.
     """
-    seed, vocab = arguments.seed, engine.model.config.vocab_size
+    seed, vocab = arguments.seed, engine.model.arch.vocab_size
     steady = isinstance(lengths, Fixed) if arguments.window is None else arguments.window
     inputs, outputs = lengths.draw(lengths.count or 1, np.random.default_rng(seed)).mean(0)
     at_once = running_at_once(engine, inputs, outputs)

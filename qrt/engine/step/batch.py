@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,10 +45,12 @@ def build(
     num_kv_heads: int,
     attend_cache: bool,
     heads_per_sm: int,
+    windows: Sequence[int],
 ) -> Batch:
     """Make the tensors of a step: first its decodes, then its chunks.
 
-    The table must know the plan's `admitted` and `placed`. `heads_per_sm` is that of `plan_parts`.
+    The table must know the plan's `admitted` and `placed`. `heads_per_sm` is that of `plan_parts`,
+    `windows` are the model's.
     """
     chunks = chunks_of(plan, queries, attend_cache=attend_cache)
     arrays = {**_token_arrays(plan), **sample_arrays(plan, adjustments)}
@@ -65,7 +68,7 @@ def build(
         rows.append(decoding)
         tokens.append(table.last_token[decoding])
         positions.append(kv_lens - 1)
-        parts = plan_parts(decoding, kv_lens, num_kv_heads, heads_per_sm)
+        parts = [plan_parts(decoding, kv_lens, num_kv_heads, heads_per_sm, window) for window in windows]
         decode = DecodeMeta(decoding, kv_lens, parts, newest=True)
     if plan.chunks:
         table.length[sent["chunk rows"]] = sent["chunk_ends"]

@@ -107,7 +107,7 @@ class TokenSteps:
         self.tokens = sorted(set(tokens))
         self._num_cached = num_cached
         self._attend_cache = attend_cache
-        config, most = model.config, max([*self.rows, *self.tokens])
+        config, most = model.arch, max([*self.rows, *self.tokens])
         self._inputs = PaddedInputs(
             self.rows[-1], most, model, kv, table, num_cached=num_cached, attend_cache=attend_cache
         )

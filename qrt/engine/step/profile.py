@@ -35,7 +35,7 @@ def peak_step_bytes(
     """
     from qrt.kernels.launch import compiling  # imports Triton, which is installed only with GPUs
 
-    config, slots = model.config, limits.max_num_batched_tokens
+    config, slots = model.arch, limits.max_num_batched_tokens
     heads, dim = config.num_kv_heads, config.head_dim
     kv = KVStorage(formats, slots, heads, dim, model.dtype, model.device, smoothing)
     torch.cuda.reset_peak_memory_stats(model.device)

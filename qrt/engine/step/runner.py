@@ -101,9 +101,10 @@ class Runner:
             self.table,
             self.adjustments,
             queries=self.model.queries,
-            num_kv_heads=self.model.config.num_kv_heads,
+            num_kv_heads=self.model.arch.num_kv_heads,
             attend_cache=self.attend_cache,
-            heads_per_sm=self.kv.heads_per_sm(len(plan.decodes), self.model.config.num_heads),
+            heads_per_sm=self.kv.heads_per_sm(len(plan.decodes), self.model.arch.num_heads),
+            windows=self.model.arch.windows,
         )
         if self.timeline is not None:
             self.timeline.begin()

@@ -1,6 +1,7 @@
 """`decode_attention` and `append_attention`: one query token per request attends its request's cached tokens.
 
-decode_attention(q, kv, slot_table, rows, kv_lens, parts, out, format, scale, newest=False)
+decode_attention(q, kv, slot_table, rows, kv_lens, parts, out, format, scale, newest=False, window=0,
+                 softcap=0.0, slopes=None)
 
 q            [B, Hq, D] in the basis of the cache; heads contiguous, any token stride
 kv           the layer's buffers, in the order of `KVFormat.buffers`
@@ -10,10 +11,15 @@ kv_lens      int32 [B]: tokens to attend; 0 writes zeros, -1 writes nothing
 parts        int32 [P, 8]: how the tokens are cut into parts (`plan`)
 out          [B, Hq, D], contiguous, in q's dtype: receives softmax(scale * q K^T) V in the model's basis
 newest       True if the kernel before keeps the promise below
+window       only the last `window` tokens are attended; 0: all. The kernel takes them from `parts`, which
+             must be planned for that window
+softcap      c: scaled scores become c * tanh(score / c); 0: they stay
+slopes       fp32 [Hq]: what each head's scores lose for each token of distance (ALiBi), or None
 
 Query head h reads KV head h // (Hq/Hkv).
 
-append_attention(q, k, v, cos, sin, kv, smoothing, slot_table, rows, kv_lens, parts, out, format, scale)
+append_attention(q, k, v, cos, sin, kv, smoothing, slot_table, rows, kv_lens, parts, out, format, scale,
+                 window=0, softcap=0.0, slopes=None)
 
 Does `kv_write` of each request's newest token and then `decode_attention`, in one launch. q [B, Hq, D] and
 k, v [B, Hkv, D] are given before RoPE and stay as they are. The token has position kv_lens - 1 and that

@@ -11,7 +11,6 @@ only then wait for its query (`DecodeBlock.ahead`). `append_attention` saves a l
 query itself, and the program with a request's last part stores the newest K and V before it loads any.
 """
 
-import math
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -39,6 +38,7 @@ from qrt.kernels.device import (
 )
 from qrt.kernels.gpu import overlaps
 from qrt.kernels.launch import variant
+from qrt.kernels.scores import LOG2_E, Scores
 from qrt.kernels.sizes import next_power_of_2
 from qrt.quant.device import store_digits_of_halves
 from qrt.quant.digits import GROUP
@@ -211,7 +211,7 @@ def _store_result(
 @triton.jit
 def _attend_kernel(  # noqa: C901 -- its branches are constants, or shared by all threads
     q, buffers, slot_table, parts, partial, lse, arrivals, rotation, out, scale, stride_q, stride_table,
-    new, smoothing, kv_lens, facts,
+    new, smoothing, kv_lens, facts, softcap, slopes,
     G: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, H: tl.constexpr, M: tl.constexpr,
     TILE: tl.constexpr, FMT: tl.constexpr, STAGES: tl.constexpr, FIELDS: tl.constexpr,
     MERGED: tl.constexpr, FAN: tl.constexpr, TOGETHER: tl.constexpr, AHEAD: tl.constexpr,
@@ -220,8 +220,9 @@ def _attend_kernel(  # noqa: C901 -- its branches are constants, or shared by al
     """Grid (Hkv / TOGETHER, P).
 
     partial [P, Hq, D] and lse [P, Hq] take normalized parts. `new` is k, v, cos, sin and the strides of k and
-    v, or None if the cache already holds the last token. NEWEST says that the kernel before writes no tokens
-    but the last. With ROOM above 0, out and facts are the tensors of `Digits`.
+    v, or None if the cache already holds the last token. softcap and slopes are in base 2, or None. NEWEST
+    says that the kernel before writes no tokens but the last. With ROOM above 0, out and facts are the
+    tensors of `Digits`.
     """
     EARLY: tl.constexpr = launch_pdl and ROOM > 0
     if EARLY:  # the kernel that reads Digits requests its weights before it waits
@@ -270,6 +271,8 @@ def _attend_kernel(  # noqa: C901 -- its branches are constants, or shared by al
     beyond = tl.load(slot_table + table_row * stride_table + start)
     m, l = tl.full([M], -float("inf"), tl.float32), no_sums(M, TILE)
     acc = FMT.empty(M, H, TILE, TOGETHER)
+    if slopes is not None:
+        slope, newest = tl.load(slopes + head, mask=live, other=0.0), tl.load(kv_lens + request) - 1
     for first in tl.range(start, end, TILE, num_stages=STAGES):
         valid = first + tl.arange(0, TILE) < end
         slots = tl.load(table, mask=valid, other=beyond).to(tl.int64)
@@ -283,7 +286,13 @@ def _attend_kernel(  # noqa: C901 -- its branches are constants, or shared by al
                     queries, angles, smoothing, kv_head, live, dims, real, rotation, scale, D, M, TILE,
                     FMT, TOGETHER,
                 )  # fmt: skip
-        m, l, acc = online_softmax(query, tile, valid, m, l, acc, FMT)
+        if slopes is not None:
+            far = (first + tl.arange(0, TILE) - newest).to(tl.float32)
+            m, l, acc = online_softmax(
+                query, tile, valid, m, l, acc, FMT, softcap, far[:, None] * slope[None, :]
+            )
+        else:
+            m, l, acc = online_softmax(query, tile, valid, m, l, acc, FMT, softcap)
     if launch_pdl and not EARLY:  # earlier, the next kernel's programs would take the places of this one's
         gdc_launch_dependents()
     lo, hi = FMT.finish(acc, TOGETHER)
@@ -314,11 +323,15 @@ def decode_attention(
     format: str,
     scale: float,
     newest: bool = False,
+    window: int = 0,
+    softcap: float = 0.0,
+    slopes: Tensor | None = None,
 ) -> None:
     """See the package's docstring."""
     B, Hq, D = q.shape
     expect(out, "B Hq D", q.dtype, "out", B=B, Hq=Hq, D=D)
-    _launch(q, None, None, kv, slot_table, rows, kv_lens, parts, [out], format, scale, newest)
+    rule = Scores(scale, window, softcap=softcap, slopes=slopes)
+    _launch(q, None, None, kv, slot_table, rows, kv_lens, parts, [out], format, rule, newest)
 
 
 def append_attention(
@@ -336,6 +349,9 @@ def append_attention(
     out: Sequence[Tensor],
     format: str,
     scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    slopes: Tensor | None = None,
 ) -> None:
     """See the package's docstring."""
     refuse_others(format)
@@ -345,7 +361,8 @@ def append_attention(
     if smoothing is not None:
         expect(smoothing, "3 Hkv D", torch.float32, "smoothing", Hkv=Hkv, D=D)
     new = k, v, cos, sin, token_stride(k, "k"), token_stride(v, "v")
-    _launch(q, new, smoothing, kv, slot_table, rows, kv_lens, parts, out, format, scale, True)
+    rule = Scores(scale, window, softcap=softcap, slopes=slopes)
+    _launch(q, new, smoothing, kv, slot_table, rows, kv_lens, parts, out, format, rule, True)
 
 
 def _launch(
@@ -359,7 +376,7 @@ def _launch(
     parts: Tensor,
     out: Sequence[Tensor],
     format: str,
-    scale: float,
+    rule: Scores,
     newest: bool,
 ) -> None:
     """Launch the kernel; `new` is its argument, out is [out] or the codes and facts of `Digits`."""
@@ -368,6 +385,8 @@ def _launch(
     for name, lens in {"rows": rows, "kv_lens": kv_lens}.items():
         expect(lens, "B", torch.int32, name, B=B)
     P = expect(parts, f"P {FIELDS}", torch.int32, "parts")["P"]
+    if rule.slopes is not None:
+        expect(rule.slopes, "Hq", torch.float32, "slopes", Hq=Hq)
     if B == 0:
         return
     fmt = KV_FORMATS[format]
@@ -390,6 +409,6 @@ def _launch(
     kernel.launch(
         (Hkv // block.heads, P), q, tuple(kv), slot_table, parts, partial, lse,
         _arrivals(next_power_of_2(P * Hkv), q.device), signs(D, q.device) if fmt.rotated else None,
-        result, scale * math.log2(math.e), token_stride(q, "q"), slot_table.stride(0), new, smoothing,
-        kv_lens, facts,
+        result, rule.scale * LOG2_E, token_stride(q, "q"), slot_table.stride(0), new, smoothing, kv_lens,
+        facts, rule.softcap * LOG2_E or None, None if rule.slopes is None else rule.slopes * LOG2_E,
     )  # fmt: skip

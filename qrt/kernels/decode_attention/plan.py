@@ -35,13 +35,22 @@ def max_cuts(requests: int) -> int:
     return min(max(_CUTS_TIMES_REQUESTS // (1 << (max(requests, 1) - 1).bit_length()), CUTS[0]), CUTS[1])
 
 
-def plan_parts(rows: Tensor, kv_lens: Tensor, num_kv_heads: int, heads_per_sm: int) -> Tensor:
+def plan_parts(
+    rows: Tensor, kv_lens: Tensor, num_kv_heads: int, heads_per_sm: int, window: int = 0
+) -> Tensor:
     """Return the parts of requests with kv_lens int32 [B] tokens at rows int32 [B]: [max_parts, FIELDS].
+
+    With a `window` above 0 only the last `window` tokens of a request are in its parts.
 
     Candidate lengths cut the longest request evenly; the one that finishes first is chosen. Programs run in
     waves of as many as the GPU holds (`DecodeBlock.heads_per_sm`), and a nearly empty last wave costs as much
     as a full one. This runs on the device without a sync, once per step for all layers.
     """
+    if window:
+        seen = kv_lens.clamp(max=window)
+        parts = plan_parts(rows, seen, num_kv_heads, heads_per_sm)
+        parts[:, 2:4] += (kv_lens - seen)[parts[:, 0].clamp(min=0).long(), None] if len(rows) else 0
+        return parts
     programs = at_once(num_kv_heads, heads_per_sm, kv_lens.device)
     room = max_parts(len(kv_lens), num_kv_heads, heads_per_sm, kv_lens.device)
     if not len(kv_lens):

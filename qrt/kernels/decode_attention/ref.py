@@ -9,6 +9,7 @@ from torch import Tensor
 
 from qrt.kernels.decode_attention.blocks import refuse_others
 from qrt.kernels.kv_write.ref import kv_write
+from qrt.kernels.scores import Scores, weigh
 from qrt.quant.digits import Digits
 from qrt.quant.kv import KV_FORMATS
 
@@ -26,6 +27,9 @@ def decode_attention(
     format: str,
     scale: float,
     newest: bool = False,
+    window: int = 0,
+    softcap: float = 0.0,
+    slopes: Tensor | None = None,
 ) -> None:
     """See the package's docstring; `parts` and `newest` do not matter here."""
     longest = int(kv_lens.max()) if len(kv_lens) else 0
@@ -33,11 +37,12 @@ def decode_attention(
     attending = (kv_lens >= 0).nonzero()[:, 0]
     for part in attending.split(many) if len(attending) else ():
         slots = slot_table[rows[part], : int(kv_lens[part].max())]
-        out[part] = _attend(q[part], kv, slots, kv_lens[part], format, scale).to(out.dtype)
+        rule = Scores(scale, window, softcap=softcap, slopes=slopes)
+        out[part] = _attend(q[part], kv, slots, kv_lens[part], format, rule).to(out.dtype)
 
 
 def _attend(
-    q: Tensor, kv: Sequence[Tensor], slots: Tensor, kv_lens: Tensor, format: str, scale: float
+    q: Tensor, kv: Sequence[Tensor], slots: Tensor, kv_lens: Tensor, format: str, rule: Scores
 ) -> Tensor:
     """Return fp32 [B, Hq, D]: q [B, Hq, D] attends the first kv_lens [B] of slots [B, L]."""
     fmt = KV_FORMATS[format]
@@ -47,7 +52,10 @@ def _attend(
     slots = slots.where(live, own)  # entries past the end need not be slots
     k, v = (x.unflatten(0, (B, L)).transpose(1, 2) for x in fmt.decode_ref(kv, slots.flatten()))
     queries = q.float().unflatten(1, (k.shape[1], -1))  # [B, Hkv, G, D]
-    scores = (queries @ k.mT * scale).masked_fill(~live[:, None, None], -torch.inf)
+    distance = kv_lens[:, None] - 1 - torch.arange(L, device=q.device)
+    slopes = None if rule.slopes is None else rule.slopes.view(k.shape[1], -1, 1)
+    scores = queries @ k.mT * rule.scale
+    scores = weigh(scores, distance[:, None, None], rule.window, rule.softcap, slopes)
     values = fmt.from_basis((torch.softmax(scores, -1) @ v).flatten(1, 2))
     return values.masked_fill(~live.any(1)[:, None, None], 0.0)
 
@@ -67,6 +75,9 @@ def append_attention(
     out: Sequence[Tensor],
     format: str,
     scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    slopes: Tensor | None = None,
 ) -> None:
     """See the package's docstring."""
     refuse_others(format)
@@ -78,6 +89,8 @@ def append_attention(
     turned = q.clone()
     turned[live] = queries
     attended = out[0] if len(out) == 1 else torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    decode_attention(turned, kv, slot_table, rows, kv_lens, parts, attended, format, scale)
+    decode_attention(
+        turned, kv, slot_table, rows, kv_lens, parts, attended, format, scale, True, window, softcap, slopes
+    )
     if len(out) == 2:
         Digits(out[0], out[1], len(q)).write(attended.flatten(1))

@@ -9,7 +9,6 @@ head, so that the epilogue can separate the halves. On Hopper, `hopper_kernel` r
 the sizes that most models have.
 """
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from qrt.checks import expect
 from qrt.kernels.device import (
+    capped,
     half_width,
     leave_basis,
     out_of_basis,
@@ -31,6 +31,7 @@ from qrt.kernels.gpu import multiprocessors, shared_bytes
 from qrt.kernels.launch import variant
 from qrt.kernels.prefill_attention.hopper_kernel import fits, hopper_prefill
 from qrt.kernels.prefill_attention.tiles import FIELDS, tile_rows
+from qrt.kernels.scores import LOG2_E, Scores
 from qrt.kernels.sizes import cdiv
 from qrt.quant.kv import KV_FORMATS, KVFormat
 from qrt.quant.kv.device import part_columns
@@ -100,13 +101,14 @@ def _load_heads(rows, dims, live, real, D: tl.constexpr, MASKED: tl.constexpr):
 
 @triton.jit
 def _attend_tiles(
-    q, k, v, stride_k, stride_v, first, end, last, state, scale, dims, real,
-    D: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, MASKED: tl.constexpr,
+    q, k, v, stride_k, stride_v, first, end, position, state, scale, softcap, slope, dims, real,
+    D: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, MASKED: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Go on from `state` through keys first to end-1, in base 2 and fp32.
 
     These are whole tiles that every row sees or, if MASKED, any number of keys, of which row r sees those up
-    to last[r]. Every row must see a key of the first tile it meets, or its m stays -inf.
+    to position[r] and, with a WINDOW, behind position[r] - WINDOW. Without one every row must see a key of
+    the first tile it meets, or its m stays -inf.
     """
     m, l, acc = state
     column = tl.arange(0, TILE)
@@ -116,11 +118,22 @@ def _attend_tiles(
             k + tl.cast(at, tl.int64) * stride_k + column * stride_k, dims, live, real, D, MASKED
         )
         scores = tl.dot(q.to(k_tile.dtype), tl.trans(k_tile), input_precision="ieee")
+        if softcap is not None:
+            scores = capped(scores * scale, softcap) / scale
+        if slope is not None:
+            scores += (key[None, :] - position[:, None]).to(tl.float32) * (slope / scale)[:, None]
         if MASKED:
-            scores = tl.where(key[None, :] <= last[:, None], scores, -float("inf"))
+            seen = (key[None, :] <= position[:, None]) & live[None, :]
+            if WINDOW > 0:
+                seen &= key[None, :] > position[:, None] - WINDOW
+            scores = tl.where(seen, scores, -float("inf"))
         m_new = tl.maximum(m, tl.max(scores, 1) * scale)
-        p = tl.exp2(scores * scale - m_new[:, None])
-        alpha = tl.exp2(m - m_new)
+        if MASKED and WINDOW > 0:  # a row may have seen no key yet
+            highest = tl.where(m_new == -float("inf"), 0.0, m_new)
+        else:
+            highest = m_new
+        p = tl.exp2(scores * scale - highest[:, None])
+        alpha = tl.exp2(m - highest)
         v_tile = _load_heads(
             v + tl.cast(at, tl.int64) * stride_v + column * stride_v, dims, live, real, D, MASKED
         )
@@ -131,32 +144,52 @@ def _attend_tiles(
 
 @triton.jit
 def _attend(
-    q, k, v, stride_k, stride_v, free, end, last, state, scale, dims, real,
-    D: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
+    q, k, v, stride_k, stride_v, free, end, position, lowest, highest, state, scale, softcap, slope, dims,
+    real,
+    D: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Go on from `state` through keys 0 to end-1.
+    """Go on from `state` through keys 0 to end-1; rows are at position [M], lowest to highest.
 
-    Every row sees the first `free` keys, and row r those up to last[r]. Masks take time, so only the last
+    Every row sees the first `free` keys, and row r those up to position[r]; with a WINDOW none up to
+    position[r] - WINDOW. Masks take time, so only the last
     tiles have them. The masked tiles go first, and every row sees key free-1 in them: if they came after the
     others, ptxas would make every wgmma of the kernel wait for the one before (warning C7515).
     """
     whole = tl.maximum(free - 1, 0) // TILE * TILE
+    begin, all_see = 0, 0
+    if WINDOW > 0:
+        begin = tl.minimum(tl.maximum(lowest - WINDOW + 1, 0) // TILE * TILE, end // TILE * TILE)
+        all_see = tl.minimum(tl.cdiv(tl.maximum(highest - WINDOW + 1, 0), TILE) * TILE, whole)
+        whole = tl.maximum(whole, begin)
     state = _attend_tiles(
-        q, k, v, stride_k, stride_v, whole, end, last, state, scale, dims, real, D, TILE, STAGES, True
-    )
+        q, k, v, stride_k, stride_v, whole, end, position, state, scale, softcap, slope, dims, real, D, TILE,
+        STAGES, True, WINDOW,
+    )  # fmt: skip
+    if WINDOW > 0:
+        state = _attend_tiles(
+            q, k, v, stride_k, stride_v, begin, all_see, position, state, scale, softcap, slope, dims, real,
+            D,
+            TILE, STAGES, True, WINDOW,
+        )  # fmt: skip
+        all_see = tl.maximum(all_see, begin)
     return _attend_tiles(
-        q, k, v, stride_k, stride_v, 0, whole, last, state, scale, dims, real, D, TILE, STAGES, False
-    )
+        q, k, v, stride_k, stride_v, all_see, whole, position, state, scale, softcap, slope, dims, real, D,
+        TILE,
+        STAGES, False, WINDOW,
+    )  # fmt: skip
 
 
 @triton.jit
 def _prefill_kernel(
     q, k, v, cached_k, cached_v, query_start, cached_start, tiles, rotation, out, scale,
-    stride_q, stride_k, stride_v, ATTEND_CACHE: tl.constexpr,
+    stride_q, stride_k, stride_v, softcap, slopes, ATTEND_CACHE: tl.constexpr, WINDOW: tl.constexpr,
     G: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, H: tl.constexpr, M: tl.constexpr,
     TILE: tl.constexpr, STAGES: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (Hkv, tiles): a program attends M rows (token, query head) of a chunk."""
+    """Grid (Hkv, tiles): a program attends M rows (token, query head) of a chunk.
+
+    softcap and slopes, or None, are in base 2.
+    """
     kv_head, tile = tl.program_id(0), tiles + tl.program_id(1) * FIELDS
     chunk, first = tl.load(tile), tl.load(tile + 1)
     if chunk < 0:
@@ -175,22 +208,27 @@ def _prefill_kernel(
     cached_v += (cached_at * HKV + kv_head) * D
     m, l = tl.full([M], -float("inf"), tl.float32), tl.zeros([M], tl.float32)
     state = m, l, tl.zeros([M, 2 * H], tl.float32)
+    lowest, highest, slope = first // G, tl.minimum((first + M - 1) // G, length - 1), None
+    if slopes is not None:
+        slope = tl.load(slopes + head, mask=live, other=0.0)
     if ATTEND_CACHE:
         prefix = cached - length
         state = _attend(
-            query, cached_k, cached_v, HKV * D, HKV * D, prefix + free, prefix + end, prefix + token, state,
-            scale, dims, real, D, TILE, STAGES,
+            query, cached_k, cached_v, HKV * D, HKV * D, prefix + free, prefix + end, prefix + token,
+            prefix + lowest, prefix + highest, state, scale, softcap, slope, dims, real, D, TILE, STAGES,
+            WINDOW,
         )  # fmt: skip
     else:
         k += start * stride_k + kv_head * D
         v += start * stride_v + kv_head * D
         state = _attend(
-            query, cached_k, cached_v, HKV * D, HKV * D, cached, cached, tl.zeros_like(token) + cached - 1,
-            state, scale, dims, real, D, TILE, STAGES,
+            query, cached_k, cached_v, HKV * D, HKV * D, cached, cached, cached + token, cached + lowest,
+            cached + highest, state, scale, softcap, slope, dims, real, D, TILE, STAGES, WINDOW,
         )  # fmt: skip
         state = _attend(
-            query, k, v, stride_k, stride_v, free, end, token, state, scale, dims, real, D, TILE, STAGES
-        )
+            query, k, v, stride_k, stride_v, free, end, token, lowest, highest, state, scale, softcap, slope,
+            dims, real, D, TILE, STAGES, WINDOW,
+        )  # fmt: skip
     _, l, acc = state
     lo, hi = tl.split(tl.permute(tl.reshape(acc / l[:, None], (M, 2, H)), (0, 2, 1)))
     dims, real = part_columns(D, 1, H)
@@ -244,6 +282,9 @@ def prefill_attention(
     attend_cache: bool,
     format: str,
     scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    slopes: Tensor | None = None,
 ) -> None:
     """See the package's docstring; `scale` must be positive."""
     T, Hq, D = expect(q, "T Hq D", name="q").values()
@@ -261,28 +302,31 @@ def prefill_attention(
     dtype = torch.float16 if fmt.bits < 16 and q.dtype is torch.bfloat16 else q.dtype
     cached_k, cached_v = (torch.empty(num_cached, Hkv, D, dtype=dtype, device=q.device) for _ in "kv")
     gather(kv, slot_table, rows, cached_start, fmt, cached_k, cached_v)
-    attend = hopper_prefill if fits(q, k, v) else _triton_prefill
-    attend(
-        q, k, v, cached_k, cached_v, tiles, query_start, cached_start,
-        signs(D, q.device) if fmt.rotated else None, out, scale * math.log2(math.e), attend_cache,
-    )  # fmt: skip
+    rule = Scores(scale * LOG2_E, window, softcap=softcap * LOG2_E, slopes=slopes)
+    rotation = signs(D, q.device) if fmt.rotated else None
+    where = tiles, query_start, cached_start
+    if rule.plain and fits(q, k, v):
+        hopper_prefill(q, k, v, cached_k, cached_v, *where, rotation, out, rule.scale, attend_cache)
+    else:
+        _triton_prefill(q, k, v, cached_k, cached_v, *where, rotation, out, rule, attend_cache)
 
 
 def _triton_prefill(
     q: Tensor, k: Tensor, v: Tensor, cached_k: Tensor, cached_v: Tensor, tiles: Tensor, query_start: Tensor,
-    cached_start: Tensor, rotation: tuple[Tensor, float] | None, out: Tensor, scale: float,
+    cached_start: Tensor, rotation: tuple[Tensor, float] | None, out: Tensor, rule: Scores,
     attend_cache: bool,
 ) -> None:  # fmt: skip
-    """Do what `hopper_prefill` does, for any tensors."""
+    """Do what `hopper_prefill` does, for any tensors and any rule; its scale and softcap are in base 2."""
     (_, Hq, D), Hkv = q.shape, k.shape[1]
     tiling, H, M = TILINGS[q.itemsize, D <= 128], half_width(D, 1), tile_rows(q.itemsize, D)
     row_bytes, queries = 2 * H * q.itemsize, 1 + (cached_k.dtype is not q.dtype)  # one copy of q per dtype
     stages = (shared_bytes(q.device) - queries * M * row_bytes) // (2 * tiling.tokens * row_bytes)
     kernel = variant(
         _prefill_kernel, ATTEND_CACHE=attend_cache, G=Hq // Hkv, HKV=Hkv, D=D, H=H, M=M, TILE=tiling.tokens,
-        STAGES=max(1, min(tiling.stages, stages)), FIELDS=FIELDS, num_warps=tiling.warps,
+        STAGES=max(1, min(tiling.stages, stages)), FIELDS=FIELDS, WINDOW=rule.window, num_warps=tiling.warps,
     )  # fmt: skip
     kernel.launch(
         (Hkv, len(tiles)), q, k, v, cached_k, cached_v, query_start, cached_start, tiles, rotation, out,
-        scale, token_stride(q, "q"), token_stride(k, "k"), token_stride(v, "v"),
+        rule.scale, token_stride(q, "q"), token_stride(k, "k"), token_stride(v, "v"), rule.softcap or None,
+        None if rule.slopes is None else rule.slopes * LOG2_E,
     )  # fmt: skip

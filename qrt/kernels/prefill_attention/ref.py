@@ -8,6 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from qrt.kernels.scores import weigh
 from qrt.quant.kv import KV_FORMATS
 
 QUERIES = 256  # rows of the score matrix at a time
@@ -28,6 +29,9 @@ def prefill_attention(
     attend_cache: bool,
     format: str,
     scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    slopes: Tensor | None = None,
 ) -> None:
     """See the package's docstring; `tiles` and `num_cached` do not matter here."""
     fmt = KV_FORMATS[format]
@@ -39,20 +43,24 @@ def prefill_attention(
         keys, values = fmt.decode_ref(kv, slot_table[row, :cached])
         if not attend_cache:
             keys, values = torch.cat((keys, k[chunk].float())), torch.cat((values, v[chunk].float()))
-        attended = causal_attention(q[chunk].float() * scale, keys, values)
+        attended = causal_attention(q[chunk].float() * scale, keys, values, window, softcap, slopes)
         out[chunk] = fmt.from_basis(attended)
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def causal_attention(
+    q: Tensor, k: Tensor, v: Tensor, window: int = 0, softcap: float = 0.0, slopes: Tensor | None = None
+) -> Tensor:
     """Attend q [n, Hq, D], the last n of the L positions of k, v [L, Hkv, D] -> [n, Hq, D]; all fp32."""
     n, L = len(q), len(k)
     k, v = k.transpose(0, 1)[:, None], v.transpose(0, 1)[:, None]  # [Hkv, 1, L, D]
     queries = q.unflatten(1, (k.shape[0], -1)).permute(1, 2, 0, 3)  # [Hkv, G, n, D]
     position = torch.arange(L - n, L, device=q.device)
+    slopes = None if slopes is None else slopes.view(k.shape[0], -1, 1, 1)
     parts = []
     for some, at in zip(queries.split(QUERIES, 2), position.split(QUERIES), strict=True):
         seen = int(at[-1]) + 1  # no query of this block sees more
-        hidden = torch.arange(seen, device=q.device) > at[:, None]
-        scores = (some @ k[..., :seen, :].mT).masked_fill_(hidden, -torch.inf)
-        parts.append(torch.softmax(scores, -1) @ v[..., :seen, :])
+        first = max(0, int(at[0]) + 1 - window) if window else 0  # nor less far back
+        distance = at[:, None] - torch.arange(first, seen, device=q.device)
+        scores = weigh(some @ k[..., first:seen, :].mT, distance, window, softcap, slopes)
+        parts.append(torch.softmax(scores, -1) @ v[..., first:seen, :])
     return torch.cat(parts, 2).permute(2, 0, 1, 3).flatten(1, 2)

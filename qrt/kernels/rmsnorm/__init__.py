@@ -8,7 +8,7 @@ add_rmsnorm_int8(the same) -> that norm as codes int8 [T, K], scale fp32 [T], by
 x of the last two may also be fp32 [S, T, K]: then its sum over S, rounded to residual's dtype, is added.
 
 Sums are fp32. The normalized row is rounded to x's dtype before it is multiplied by the weight, as in
-transformers' Llama and Qwen models.
+transformers' Llama and Qwen models; an fp32 weight multiplies it before it is rounded, as in its Gemma.
 """
 
 from __future__ import annotations

@@ -57,7 +57,9 @@ def _rmsnorm(
         tl.store(residual, x, mask=inside)
     wide = x.to(tl.float32)
     mean = tl.sum(wide * wide, 1) / K
-    normal = (wide * tl.rsqrt(mean + eps)[:, None]).to(x.dtype).to(tl.float32)
+    normal = wide * tl.rsqrt(mean + eps)[:, None]
+    if WEIGHT.dtype.element_ty != tl.float32:
+        normal = normal.to(x.dtype).to(tl.float32)
     y = (normal * weight[None, :]).to(x.dtype)
     if ROOM > 0:  # x is zero beyond K
         group = tl.arange(0, BLOCK_K // GROUP)

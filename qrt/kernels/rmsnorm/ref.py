@@ -12,7 +12,9 @@ def rmsnorm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return the norm of x [..., K], contiguous, in x's dtype."""
     wide = x.float()
     normal = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (normal.to(x.dtype).float() * weight.float()).to(x.dtype).contiguous()
+    if weight.dtype != torch.float32:
+        normal = normal.to(x.dtype).float()
+    return (normal * weight.float()).to(x.dtype).contiguous()
 
 
 def embed_rmsnorm(ids: Tensor, table: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

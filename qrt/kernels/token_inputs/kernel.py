@@ -6,6 +6,8 @@ once, and there are few.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -39,8 +41,12 @@ def _token_inputs(
     tokens_in_step, decodes, most, programs, room,
     TOKENS: tl.constexpr, T: tl.constexpr, CUTS: tl.constexpr, ROOM: tl.constexpr, AT_ONCE: tl.constexpr,
     UNIT: tl.constexpr, MIN_PART: tl.constexpr, STARTUP: tl.constexpr, FIELDS: tl.constexpr,
+    WINDOWS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of TOKENS tokens, and if any decode one more, which plans the parts of `decodes` <= T)."""
+    """Grid (tiles of TOKENS tokens and, if any decode, one program more for each window).
+
+    Those plan the parts of `decodes` <= T requests. WINDOWS is a tuple of numbers, 0 for all tokens.
+    """
     if tl.program_id(0) * TOKENS < tokens_in_step:
         t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
         real = t < tokens_in_step
@@ -59,6 +65,12 @@ def _token_inputs(
     row, at, lens = _known(rows, given, length, t, real)
     real &= at < 0
     lens = tl.where(real, lens, 0)
+    window, which = 0, tl.program_id(0) - tl.cdiv(tokens_in_step, TOKENS)
+    for i in tl.static_range(len(WINDOWS)):
+        window = tl.where(which == i, WINDOWS[i], window)
+    before = tl.where(window > 0, tl.maximum(lens - window, 0), 0)
+    lens -= before
+    parts += which * room * FIELDS
     cuts = tl.arange(0, CUTS) + 1
     part = tl.maximum(tl.cdiv(tl.cdiv(tl.max(lens, 0), cuts), UNIT) * UNIT, MIN_PART)
     counts = tl.maximum(tl.cdiv(lens[None, :], part[:, None]), 1)
@@ -67,15 +79,15 @@ def _token_inputs(
     cost = tl.where((cuts <= most) & ((every <= room) | (cuts == 1)), cost, 0x7FFFFFFF)
     best = tl.argmin(cost, 0)  # the fewest cuts if costs are equal
     length = tl.sum(tl.where(tl.arange(0, CUTS) == best, part, 0), 0)
-    _store_parts(parts, t, row.to(tl.int32), lens, real, length, room, T, ROOM, AT_ONCE, FIELDS)
+    _store_parts(parts, t, row.to(tl.int32), before, lens, real, length, room, T, ROOM, AT_ONCE, FIELDS)
 
 
 @triton.jit
 def _store_parts(
-    parts, request, row, lens, real, length, room,
+    parts, request, row, before, lens, real, length, room,
     T: tl.constexpr, ROOM: tl.constexpr, AT_ONCE: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
-    """Do `plan.cut`, for AT_ONCE parts of every request at a time."""
+    """Do `plan.cut` of the tokens behind the first `before`, AT_ONCE parts of every request at a time."""
     counts = tl.where(real, tl.maximum(tl.cdiv(lens, length), 1), 0)
     ends = tl.cumsum(counts, 0)
     for first in range(0, tl.max(counts, 0), AT_ONCE):
@@ -85,8 +97,9 @@ def _store_parts(
         start = index * length
         tl.store(at, tl.broadcast_to(request[:, None], [T, AT_ONCE]), mask=there)
         tl.store(at + 1, tl.broadcast_to(row[:, None], [T, AT_ONCE]), mask=there)
-        tl.store(at + 2, tl.broadcast_to(start, [T, AT_ONCE]), mask=there)
-        tl.store(at + 3, tl.minimum(start + length, lens[:, None]), mask=there)
+        end = before[:, None] + tl.minimum(start + length, lens[:, None])
+        tl.store(at + 2, before[:, None] + tl.broadcast_to(start, [T, AT_ONCE]), mask=there)
+        tl.store(at + 3, end, mask=there)
         tl.store(at + 4, tl.broadcast_to(index, [T, AT_ONCE]), mask=there)
         tl.store(at + 5, tl.broadcast_to(counts[:, None], [T, AT_ONCE]), mask=there)
     entry = tl.arange(0, ROOM)
@@ -102,22 +115,24 @@ def token_inputs(
     decodes: int,
     num_kv_heads: int,
     heads_per_sm: int,
+    windows: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """See the package's docstring."""
     T = expect(inputs, "3 T", torch.int32, "inputs")["T"]
     rows, given, tokens = inputs
     if decodes > T:
         raise ValueError(f"decodes: expected at most {T}, the step's tokens; got {decodes}")
-    filled = empty_inputs(rows, decodes, num_kv_heads, heads_per_sm)
-    most, tile, room = max_cuts(decodes), max(MIN_TILE, next_power_of_2(decodes)), len(filled[4])
+    filled = empty_inputs(rows, decodes, num_kv_heads, heads_per_sm, len(windows))
+    most, tile, room = max_cuts(decodes), max(MIN_TILE, next_power_of_2(decodes)), filled[4].shape[1]
     cuts, tokens_each = next_power_of_2(most), min(_TOKENS, max(MIN_TILE, next_power_of_2(T)))
     kernel = variant(
         _token_inputs, TOKENS=tokens_each, T=tile, CUTS=cuts, ROOM=next_power_of_2(room),
         AT_ONCE=max(1, min(16, 1024 // tile)), UNIT=UNIT, MIN_PART=MIN_PART, STARTUP=STARTUP, FIELDS=FIELDS,
-        num_warps=4 if tile * cuts <= 2048 else 8 if tile <= 512 else 16,
+        WINDOWS=tuple(windows), num_warps=4 if tile * cuts <= 2048 else 8 if tile <= 512 else 16,
     )  # fmt: skip
     kernel.launch(
-        (cdiv(T, tokens_each) + (decodes > 0),), rows, given, tokens, length, last_token, slot_table,
+        (cdiv(T, tokens_each) + len(windows) * (decodes > 0),), rows, given, tokens, length, last_token,
+        slot_table,
         slot_table.stride(0), *filled, T, decodes, most, at_once(num_kv_heads, heads_per_sm, rows.device),
         room,
     )  # fmt: skip

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -9,7 +11,7 @@ from qrt.kernels.decode_attention.plan import FIELDS, max_parts, plan_parts
 
 
 def empty_inputs(
-    rows: Tensor, decodes: int, num_kv_heads: int, heads_per_sm: int
+    rows: Tensor, decodes: int, num_kv_heads: int, heads_per_sm: int, windows: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the tensors that `token_inputs` returns, uninitialized."""
     room = max_parts(decodes, num_kv_heads, heads_per_sm, rows.device) if decodes else 0
@@ -18,7 +20,7 @@ def empty_inputs(
         torch.empty_like(rows),
         torch.empty_like(rows),
         rows.new_empty(decodes),
-        rows.new_empty(room, FIELDS),
+        rows.new_empty(windows, room, FIELDS),
     )
 
 
@@ -30,6 +32,7 @@ def token_inputs(
     decodes: int,
     num_kv_heads: int,
     heads_per_sm: int,
+    windows: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """See the package's docstring."""
     rows, given, tokens = inputs
@@ -39,9 +42,11 @@ def token_inputs(
     slots = slot_table[rows.long(), positions.long()]
     kv_lens = torch.where(given < 0, kv_lens, -1)[:decodes]
     if decodes:
-        parts = plan_parts(rows[:decodes], kv_lens, num_kv_heads, heads_per_sm)
+        parts = torch.stack(
+            [plan_parts(rows[:decodes], kv_lens, num_kv_heads, heads_per_sm, window) for window in windows]
+        )
     else:
-        parts = rows.new_empty(0, FIELDS)
+        parts = rows.new_empty(len(windows), 0, FIELDS)
     return ids, positions, slots, kv_lens, parts
 
 

@@ -11,9 +11,12 @@ from qrt.quant.weight.base import WeightData
 class Plain(CheckpointFormat):
     """Weights as they are."""
 
-    def linear(self, tensors: TensorFolder, module: str) -> tuple[str, WeightData]:
-        """Return "fp16" and the weight in its stored dtype."""
-        weight = tensors.tensor(f"{module}.weight", "N K", FLOATS)
+    def linear(
+        self, tensors: TensorFolder, module: str, *, transposed: bool = False
+    ) -> tuple[str, WeightData]:
+        """Return "fp16" and the weight in its stored dtype; if `transposed`, it is stored [K, N]."""
+        weight = tensors.tensor(f"{module}.weight", "K N" if transposed else "N K", FLOATS)
+        weight = weight.T.contiguous() if transposed else weight
         return "fp16", WeightData(weight, bias=bias_of(tensors, module, weight.shape[0]))
 
     def grid(self, module: str) -> tuple[str, QuantSpec | None]:

@@ -29,11 +29,11 @@ FORMATS: Registry[Callable[[Mapping[str, Any], TensorFolder], CheckpointFormat]]
         "fp8": "qrt.quant.checkpoint.fp8:Fp8",
     },
 )
-# Tensors without weights, which qrt does not read: RoPE frequencies that old checkpoints store; scales with
+# Tensors without weights, which qrt does not read: RoPE frequencies and masks in old checkpoints; scales with
 # which other engines round activations; scales with which they round q, the KV cache and the probabilities
 # (compressed-tensors and vLLM: in self_attn(.attn); ModelOpt: in the projections; Quark).
 UNREAD = re.compile(
-    r".*([.]rotary_emb[.]inv_freq|[.](input|output|activation)_(scale|zero_point)"
+    r".*([.]rotary(_pos)?_emb[.]inv_freq|[.](attn|attention)[.](masked_)?bias|[.](input|output|activation)_(scale|zero_point)"
     r"|[.]self_attn[.](\w+[.])?(q|k|v|kv|prob|prob_output)_(scale|zero_point))"
 )
 
@@ -60,19 +60,24 @@ class Checkpoint(TensorFolder):
         self._format = Plain() if method is None else FORMATS[method](self.quantization, self)
 
     def _add_dtype(self) -> None:
-        for name in self.stored_names():
-            if name.endswith("embed_tokens.weight") and (dtype := self.spec(name).dtype) in FLOATS:
-                self.config["dtype"] = str(dtype).removeprefix("torch.")
+        specs = [spec for name in self.stored_names() if (spec := self.spec(name)).dtype in FLOATS]
+        if specs:  # the largest of them is the embedding, or of its dtype
+            largest = max(specs, key=lambda spec: spec.num_bytes)
+            self.config["dtype"] = str(largest.dtype).removeprefix("torch.")
 
-    def linear(self, module: str) -> tuple[str, WeightData]:
+    def linear(self, module: str, *, transposed: bool = False) -> tuple[str, WeightData]:
         """Return the scheme (a key of WEIGHT_SCHEMES) and the canonical weight of a Linear.
 
         `module` is for example "model.layers.0.self_attn.q_proj". Unquantized weights are mapped, codes are
         unpacked into memory. Raises CheckpointError and UnsupportedError as CheckpointFormat does, and for a
-        tensor of the Linear that was not read.
+        tensor of the Linear that was not read. If `transposed`, an unquantized weight is stored [K, N], as in
+        transformers' Conv1D; tools store what they quantize of it as of any Linear.
         """
         reading = Reading(self)
-        found = self._format.linear(reading, module)
+        if transposed and self.has(f"{module}.weight"):
+            found = Plain().linear(reading, module, transposed=True)
+        else:
+            found = self._format.linear(reading, module)
         self.expect_no_more(module, reading.read)
         return found
 

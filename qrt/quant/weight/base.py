@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import ClassVar
 
@@ -44,6 +44,15 @@ class WeightData:
     def in_features(self) -> int:
         """Return K."""
         return self.values.shape[1]
+
+    def rows(self, order: Tensor) -> WeightData:
+        """Return the weight with row order[i] as row i; all that belongs to a row moves with it."""
+
+        def moved(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor[order]
+
+        scale, zero, bias = (moved(tensor) for tensor in (self.scale, self.zero, self.bias))
+        return replace(self, values=self.values[order], scale=scale, zero=zero, bias=bias)
 
     def dequantize(self) -> Tensor:
         """Return the weight as fp32 [N, K], columns in input order."""

@@ -233,7 +233,7 @@ def engine_info(engine: Engine) -> EngineInfo:
         max_num_seqs=engine.scheduler.limits.max_num_seqs,
         max_num_queued_reqs=engine.config.max_num_queued_reqs,
         max_num_queued_tokens=engine.config.max_num_queued_tokens,
-        vocab_size=engine.model.config.vocab_size,
+        vocab_size=engine.model.arch.vocab_size,
         sampling={name: value for name, value in given.items() if value != default[name]},
         max_new_tokens=engine.generation.max_new_tokens,
     )

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from qrt.arch import ARCHS
+from qrt.arch.runnable import read_arch
 from qrt.quant.checkpoint import open_checkpoint
 from qrt_calibrate import cli
 from qrt_calibrate.estimate import duration
@@ -66,7 +66,7 @@ def test_expected_time_is_parts_times_their_count(llama, make_checkpoint, monkey
 
     stacks = [
         sum(open_checkpoint(llama).spec(f"model.layers.0.{part}.weight").shape[0] for part in parts)
-        for _, parts in ARCHS["LlamaForCausalLM"].fuse
+        for _, parts in read_arch({"architectures": ["LlamaForCausalLM"]}, "model").fuse
     ]
     slices = sum(rows / min(rows, duration.SLICE) for rows in stacks)
     rounded = expected(method="rtn")
@@ -77,7 +77,7 @@ def test_expected_time_is_parts_times_their_count(llama, make_checkpoint, monkey
     # exact and rounded through both layers, and the head, whose 512 rows are timed whole
     assert expected(method="rtn", eval_samples=3) - rounded == pytest.approx((2 * 2 + 1) * 3)
     gptq, awq, yaqa = (expected(method=name, eval_samples=0) for name in ("gptq", "awq-gptq", "awq-yaqa"))
-    folds = len(ARCHS["LlamaForCausalLM"].smooth)
+    folds = len(read_arch({"architectures": ["LlamaForCausalLM"]}, "model").smooth)
     # 20 candidates of scales, a Hessian factorized again by each of four stacks, a check of each fold
     again = 2 * sum(columns**3 / min(columns, duration.ORDER) ** 3 for columns in (128, 256, 128, 256))
     assert gptq > 2 * rounded and awq - gptq == pytest.approx(20 * rounded + again + 2 * folds * 4)

@@ -101,7 +101,7 @@ def test_the_head_is_rounded_and_everyone_reads_it(
     truth = by_hand(source, out, scheme == "w8a8")
     llm = qrt.LLM(str(out), dtype="float32", max_model_len=64)
     model = llm.engine.model
-    assert (model.head.scheme, model.config.tied_embeddings) == (scheme, False)
+    assert (model.head.scheme, model.arch.tied_embeddings) == (scheme, False)
     assert f"(head {scheme})" in str(model)
     for ids in IDS.tolist():
         wanted = truth(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)

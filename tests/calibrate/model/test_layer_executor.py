@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from qrt.arch import ARCHS
+from qrt.arch.runnable import read_arch
 from qrt.errors import CheckpointError
 from qrt.quant.checkpoint import open_checkpoint
 from qrt_calibrate.model import executor as executor_module
@@ -34,7 +34,7 @@ def test_hidden_states_are_those_of_transformers(architecture, config, make_chec
     folder = make_checkpoint(architecture, dtype=torch.float32, **config)
     checkpoint = open_checkpoint(folder)
     windows = torch.randint(0, 512, (3, 40), generator=torch.Generator().manual_seed(0))
-    executor = LayerExecutor(checkpoint, ARCHS[architecture], 40, torch.device("cpu"))
+    executor = LayerExecutor(checkpoint, read_arch(checkpoint.config, "model"), 40, torch.device("cpu"))
     hidden = executor.embed(windows)
     wanted = AutoModelForCausalLM.from_pretrained(folder)(windows, output_hidden_states=True).hidden_states
     assert torch.equal(hidden, wanted[0])
@@ -54,7 +54,7 @@ def test_hidden_states_are_those_of_transformers(architecture, config, make_chec
 @torch.no_grad()
 def test_layer_inputs_and_their_mean_moments(llama):
     checkpoint = open_checkpoint(llama)
-    executor = LayerExecutor(checkpoint, ARCHS["LlamaForCausalLM"], 40, torch.device("cpu"))
+    executor = LayerExecutor(checkpoint, read_arch(checkpoint.config, "model"), 40, torch.device("cpu"))
     hidden = executor.embed(torch.randint(0, 512, (4, 40)))
     layer = executor.load(0, layer_tensors(checkpoint, 0))
     names = ["post_attention_layernorm", "mlp.down_proj"]
@@ -157,7 +157,7 @@ def test_one_share_alone_is_not_trusted():
 
 def test_tensors_that_do_not_fit_are_named(llama):
     checkpoint = open_checkpoint(llama)
-    executor = LayerExecutor(checkpoint, ARCHS["LlamaForCausalLM"], 8, torch.device("cpu"))
+    executor = LayerExecutor(checkpoint, read_arch(checkpoint.config, "model"), 8, torch.device("cpu"))
     tensors = layer_tensors(checkpoint, 1)
     with pytest.raises(
         CheckpointError, match=r"layers\.1\.mlp\.up_proj\.weight: expected .*, got \[3, 128\]"

@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from qrt.arch import ARCHS, ModelConfig
 from qrt.arch.base import Smooth
+from qrt.arch.runnable import read_arch
 from qrt.errors import QrtError
 from qrt_calibrate.rounding.fold import Pair, check_unchanged
 from tiny_models import random_checkpoint
@@ -33,14 +33,13 @@ def test_logits_are_bit_identical(architecture, config, dtype, tmp_path):
     assert model.dtype == dtype
     ids = torch.randint(0, 512, (2, 40), generator=torch.Generator().manual_seed(1))
     before = model(ids).logits.clone()
-    arch = ARCHS[architecture]
-    sizes = ModelConfig.from_hf(model.config.to_dict(), arch)
+    arch = read_arch({**model.config.to_dict(), "architectures": [architecture]}, "model")
     changed = 0.0
-    for index, layer in enumerate(model.get_submodule(arch.layers)):
+    for index, layer in enumerate(model.get_submodule(arch.names.layers)):
         for smooth in arch.smooth:
             source = layer.get_submodule(smooth.source).weight
             old = source.clone()
-            Pair(layer, smooth, sizes.head_dim).fold(powers(source.shape[0], seed=index))
+            Pair(layer, smooth, arch.head_dim).fold(powers(source.shape[0], seed=index))
             changed += float((source - old).abs().sum())
     assert changed > 0
     assert torch.equal(model(ids).logits, before)

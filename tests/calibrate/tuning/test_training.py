@@ -24,7 +24,7 @@ def test_gpu_takes_more_windows_of_a_small_model(llama, monkeypatch, large):
     assert (job.training.batch, job.training.drawn_together) == (training.BATCH, 8)
     job = replace(job, devices=(torch.device("cuda"),))
     window = job.training.cache_bytes
-    assert window == 512 * job.config.num_layers * 2 * job.config.num_kv_heads * job.config.head_dim * 4
+    assert window == 512 * job.arch.num_layers * 2 * job.arch.num_kv_heads * job.arch.head_dim * 4
     monkeypatch.setattr(training, "DRAWN_BYTES", 100 * window)
     monkeypatch.setattr(training, "SMALL", 0 if large else 1 << 30)
     assert job.training.batch == (training.BATCH if large else training.LAUNCHED_BATCH)

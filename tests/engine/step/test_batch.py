@@ -73,6 +73,7 @@ def batch_of(plan, t=None, **options):
         "queries": Queries(2, 32),
         "num_kv_heads": 2,
         "heads_per_sm": 12,
+        "windows": (0,),
         "attend_cache": False,
     } | options
     return build(plan, t, adjustments, **options)
@@ -87,7 +88,7 @@ def test_mixed_step():
     assert batch.samples.tokens.tolist() == [0, 1, 5, 8]
     assert step.num_decodes == 2
     assert step.decode.rows.tolist() == [3, 1] and step.decode.kv_lens.tolist() == [23, 21]
-    assert step.decode.parts[:2, :6].tolist() == [[0, 3, 0, 23, 0, 1], [1, 1, 0, 21, 0, 1]]
+    assert step.decode.parts[0][:2, :6].tolist() == [[0, 3, 0, 23, 0, 1], [1, 1, 0, 21, 0, 1]]
     assert step.prefill.rows.tolist() == [0, 2, 5] and step.prefill.attend_cache
     assert step.prefill.query_start.tolist() == [2, 5, 6, 9]
     assert step.prefill.cached_start.tolist() == [0, 13, 19, 24] and step.prefill.num_cached == 24

@@ -150,7 +150,7 @@ def test_padding_touches_only_the_pad_slot(folder, monkeypatch):
         if step.prefill is not None:
             assert (step.prefill.tiles == NONE).all() and not step.prefill.query_start.any()
             assert not step.prefill.cached_start.any()
-        return torch.zeros(len(step.tokens), runner.model.config.hidden_size)
+        return torch.zeros(len(step.tokens), runner.model.arch.hidden_size)
 
     monkeypatch.setattr(runner.model, "hidden", hidden)
     for body, size in steps._steps():
@@ -264,9 +264,9 @@ def test_kernels_of_every_size_compile_before_the_first_graph(folder, monkeypatc
 def test_distinct_first_layers_compile_all_kernels(folder, formats, count):
     """Those of all kinds, and of all kinds that one follows."""
     runner = Engine(EngineConfig(str(folder), device="cpu", kv_cache_memory_bytes=8 << 20)).runner
-    model, config = runner.model, runner.model.config
+    model, config = runner.model, runner.model.arch
     kinds = [KV_FORMATS[name] for name in formats]
-    layers = Decoder(config, model.embed, [model.layers[0]] * len(kinds), model.norm, model.head, model.rope)
+    layers = Decoder(config, model.embed, [model.layers[0]] * len(kinds), model.norm, model.head, model.ropes)
     kv = KVStorage(kinds, 16, config.num_kv_heads, config.head_dim, torch.float32, "cpu")
     assert TokenSteps(layers, kv, runner.table, [1])._distinct_layers() == count
 
@@ -321,5 +321,5 @@ def test_kernels_launch_on_the_models_device(folder, monkeypatch):
     model = Engine(EngineConfig(str(folder), device="cpu", kv="int8", kv_cache_memory_bytes=8 << 20)).model
     assert called == {"layers.linear.linear", "kernels.attention.kv_write"}
     assert tokens(folder, "int8", [1, 2, 4, 8], [40]) and called == set(LAUNCHERS)
-    model.logits(torch.zeros(1, model.config.hidden_size))
+    model.logits(torch.zeros(1, model.arch.hidden_size))
     assert not inside

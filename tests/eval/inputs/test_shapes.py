@@ -5,7 +5,7 @@ import json
 import pytest
 from transformers import AutoConfig
 
-from qrt.arch import ARCHS, ModelConfig
+from qrt.arch.runnable import read_arch
 from qrt.errors import ConfigError
 from qrt.quant.checkpoint import open_checkpoint
 from qrt.text.tokenizer import Tokenizer
@@ -17,7 +17,7 @@ def test_a_folder_has_sizes_grids_and_every_token(name, scheme, tmp_path):
     write_folder(name, scheme, tmp_path / "m")
     config = json.loads((tmp_path / "m" / "config.json").read_text())
     architecture = config["architectures"][0]
-    sizes = ModelConfig.from_hf(config, ARCHS[architecture])
+    sizes = read_arch({"architectures": [architecture], **config}, "shape")
     assert sizes.num_layers == shape(name).num_layers and sizes.vocab_size == shape(name).vocab_size
     assert AutoConfig.from_pretrained(tmp_path / "m").hidden_size == config["hidden_size"]  # by model_type
     checkpoint = open_checkpoint(tmp_path / "m", weights=False)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 
-from qrt.arch import ModelConfig
+from qrt.arch import Arch
 from qrt.kernels.decode_attention import decode_attention
 from qrt.kernels.decode_attention.blocks import measured_block
 from qrt.kernels.decode_attention.plan import plan_parts
@@ -25,7 +25,7 @@ from qrt_eval.speed.kernels.timer import Rates, activation_dtype, copies, micros
 Buffers = list[Tensor]
 
 
-def _cache(fmt: KVFormat, slots: int, config: ModelConfig, device: torch.device) -> Buffers:
+def _cache(fmt: KVFormat, slots: int, config: Arch, device: torch.device) -> Buffers:
     """Return random K and V in the format."""
     specs = fmt.buffers(slots, config.num_kv_heads, config.head_dim, activation_dtype(device)).values()
     buffers = [spec.zeros(device) for spec in specs]
@@ -45,7 +45,7 @@ def randomize(buffers: Buffers, fmt: KVFormat) -> None:
 
 
 def decode_rows(
-    config: ModelConfig,
+    config: Arch,
     sizes: Sequence[tuple[int, int]],
     rates: Rates,
     device: torch.device,
@@ -85,7 +85,7 @@ def decode_rows(
 
 
 def prefill_rows(
-    config: ModelConfig, sizes: Sequence[tuple[int, int]], rates: Rates, device: torch.device, compare: bool
+    config: Arch, sizes: Sequence[tuple[int, int]], rates: Rates, device: torch.device, compare: bool
 ) -> Iterator[Row]:
     """Yield a row per KV format and (chunk, cached prefix) of one request; `compare` adds torch's SDPA."""
     heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
@@ -126,12 +126,10 @@ def _sdpa_chunk(q: Tensor, total: int, kv_heads: int) -> float:
     )
 
 
-def write_rows(
-    config: ModelConfig, tokens: Sequence[int], rates: Rates, device: torch.device
-) -> Iterator[Row]:
+def write_rows(config: Arch, tokens: Sequence[int], rates: Rates, device: torch.device) -> Iterator[Row]:
     """Yield rows of kv_write in every KV format: RoPE, smoothing, rotation, quantization, store."""
     heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
-    cos, sin = rope_tables(config.rope, dim, 4096, device)
+    cos, sin = rope_tables(config.ropes["all"], dim, 4096, device)
     smoothing = torch.ones(3, kv_heads, dim, device=device)
     for count in tokens:
         positions = torch.arange(count, device=device, dtype=torch.int32) % 4096

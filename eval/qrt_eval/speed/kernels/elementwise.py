@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from qrt.arch import ModelConfig
+from qrt.arch import Arch
 from qrt.kernels.rmsnorm import add_rmsnorm, add_rmsnorm_int8
 from qrt.kernels.silu_mul import silu_mul, silu_mul_int8
 from qrt_eval.speed.kernels.row import Row
 from qrt_eval.speed.kernels.timer import Rates, activation_dtype, copies, microseconds
 
 
-def rows(config: ModelConfig, tokens: Sequence[int], rates: Rates, device: torch.device) -> Iterator[Row]:
+def rows(config: Arch, tokens: Sequence[int], rates: Rates, device: torch.device) -> Iterator[Row]:
     """Yield rows of RMSNorm with the residual addition, and of SiLU * up; both also with int8 output."""
     dtype = activation_dtype(device)
     hidden, inner = config.hidden_size, config.intermediate_size

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 from rich.table import Table
@@ -43,7 +42,7 @@ def _models(arguments: Namespace, device: torch.device) -> Iterator[tuple[str, D
         dtype = model_dtype(EngineConfig(arguments.model), checkpoint, device)
         yield arguments.model, dummy_model(checkpoint, device=device, dtype=dtype)
         return
-    config = replace(shape(arguments.shape), num_layers=LAYERS)
+    config = shape(arguments.shape).of_layers(LAYERS)
     for scheme in WEIGHT_SCHEMES:
         bits = 16 if WEIGHT_SCHEMES[scheme].spec is None else 8
         model = random_model(config, scheme, head_bits=bits, device=device, dtype=torch.bfloat16)

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from qrt.arch import ModelConfig
+from qrt.arch import Arch
 from qrt.kernels.decode_attention.plan import plan_parts
 from qrt.kernels.step import DecodeMeta, StepMeta
 from qrt.mem.storage import KVStorage
@@ -41,9 +41,7 @@ def pairs() -> list[tuple[str, str]]:
     return found
 
 
-def rows(
-    config: ModelConfig, sizes: Sequence[tuple[int, int]], rates: Rates, device: torch.device
-) -> Iterator[Row]:
+def rows(config: Arch, sizes: Sequence[tuple[int, int]], rates: Rates, device: torch.device) -> Iterator[Row]:
     """Yield a row per pair of weight scheme and KV format, and per (batch, context)."""
     plain = _plain(device)
     for scheme, kv in pairs():
@@ -61,14 +59,12 @@ def rows(
         del model
 
 
-def chain_rows(
-    config: ModelConfig, tokens: Sequence[int], rates: Rates, device: torch.device
-) -> Iterator[Row]:
+def chain_rows(config: Arch, tokens: Sequence[int], rates: Rates, device: torch.device) -> Iterator[Row]:
     """Yield a row per weight scheme and number of tokens."""
     for scheme in WEIGHT_SCHEMES:
         model = layers(config, scheme, device)
         blocks = [
-            FusedLayer(layer, following.attention_norm, following.attention.qkv)
+            FusedLayer(layer, following.norms.attention_in, following.attention.qkv)
             for layer, following in zip(model.layers, model.layers[1:] + model.layers[:1], strict=True)
         ]
         for m in tokens:
@@ -87,21 +83,21 @@ def _plain(device: torch.device) -> str:
     return "bf16" if device.type == "cuda" else "fp32"
 
 
-def layers(config: ModelConfig, scheme: str, device: torch.device) -> Decoder:
+def layers(config: Arch, scheme: str, device: torch.device) -> Decoder:
     """Make enough layers of a model that none is still in the cache when its turn comes again."""
     count = GPU_LAYERS if device.type == "cuda" else 1
-    config = replace(config, num_layers=count, vocab_size=VOCABULARY)
+    config = replace(config.of_layers(count), vocab_size=VOCABULARY)
     return random_model(config, scheme, device=device, dtype=activation_dtype(device))
 
 
 def _weight_bytes(model: Decoder) -> int:
     """Return the bytes of one layer's weights."""
-    return (linear_bytes(model) - sum(t.nbytes for t in model.head.parameters())) // model.config.num_layers
+    return (linear_bytes(model) - sum(t.nbytes for t in model.head.parameters())) // model.arch.num_layers
 
 
 def layer_us(model: Decoder, step: tuple[StepMeta, KVStorage]) -> float:
     """Return the microseconds of one layer."""
-    return microseconds(model.hidden, [step]) / model.config.num_layers
+    return microseconds(model.hidden, [step]) / model.arch.num_layers
 
 
 def decode_step(model: Decoder, kv: str, batch: int, context: int) -> tuple[StepMeta, KVStorage]:
@@ -109,7 +105,7 @@ def decode_step(model: Decoder, kv: str, batch: int, context: int) -> tuple[Step
 
     Its requests have random K and V in shuffled slots.
     """
-    config, device = model.config, model.device
+    config, device = model.arch, model.device
     fmt, tokens = KV_FORMATS[kv], batch * context
     storage = KVStorage(
         [fmt] * config.num_layers, tokens, config.num_kv_heads, config.head_dim, model.dtype, device
@@ -126,14 +122,14 @@ def decode_step(model: Decoder, kv: str, batch: int, context: int) -> tuple[Step
         positions=lens - 1,
         slots=table[:, -1].contiguous(),
         slot_table=table,
-        decode=DecodeMeta(index, lens, parts, newest=True),
+        decode=DecodeMeta(index, lens, [parts], newest=True),
         prefill=None,
     )
     return step, storage
 
 
 def _flops_per_token(model: Decoder, context: int) -> int:
-    config = model.config
+    config = model.arch
     attention = 4 * context * config.num_heads * config.head_dim
     hidden, inner = config.hidden_size, config.intermediate_size
     width = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qrt.arch import ModelConfig
+from qrt.arch import Arch
 from qrt.kernels.linear import linear
 from qrt.layers.linear import Linear
-from qrt.model.build import LinearShape
 from qrt.model.random import RandomWeights
+from qrt.model.stacks import Stack
 from qrt.quant.weight import WEIGHT_SCHEMES
 from qrt_eval.speed.kernels.row import Row
 from qrt_eval.speed.kernels.timer import Rates, activation_dtype, copies, microseconds
@@ -28,7 +28,7 @@ def heads() -> set[str]:
     return {WEIGHT_SCHEMES[name].head or name for name in WEIGHT_SCHEMES}
 
 
-def products(config: ModelConfig) -> dict[str, tuple[int, int]]:
+def products(config: Arch) -> dict[str, tuple[int, int]]:
     """Return (K, N) of the fused Linears of a layer, by name."""
     hidden, dim = config.hidden_size, config.head_dim
     return {
@@ -39,12 +39,12 @@ def products(config: ModelConfig) -> dict[str, tuple[int, int]]:
     }
 
 
-def head(config: ModelConfig) -> tuple[int, int]:
+def head(config: Arch) -> tuple[int, int]:
     """Return (K, N) of the head."""
     return config.hidden_size, config.vocab_size
 
 
-def rows(config: ModelConfig, tokens: Sequence[int], rates: Rates, device: torch.device) -> Iterator[Row]:
+def rows(config: Arch, tokens: Sequence[int], rates: Rates, device: torch.device) -> Iterator[Row]:
     """Yield a row per scheme, product and number of tokens, the sum of the four, and the head's row.
 
     Unquantized products are torch's. On a GPU, qrt's own unquantized head has rows too.
@@ -95,7 +95,7 @@ def random_linear(scheme: str, k: int, n: int, device: torch.device) -> Linear:
     weights = RandomWeights(
         lambda module: (scheme, WEIGHT_SCHEMES[scheme].spec), device, activation_dtype(device)
     )
-    return weights.linear(("weight",), LinearShape((n,), k, bias=False))
+    return weights.linear(Stack(("weight",), (n,), k))
 
 
 def cold_copies(first: Linear) -> list[Linear]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qrt.arch import ModelConfig
+from qrt.arch import Arch
 from qrt.kernels.gpu import is_hopper
 from qrt_eval.speed.kernels.linear import products, sums
 from qrt_eval.speed.kernels.row import Row
@@ -56,7 +56,7 @@ class Peer(NamedTuple):
 
 
 def rows(
-    config: ModelConfig,
+    config: Arch,
     ops: Sequence[str],
     tokens: Sequence[int],
     decodes: Sizes,
@@ -101,7 +101,7 @@ def _measured(what: str, job: Callable[[], Iterator[Row]]) -> list[Row]:
 
 
 def linear_rows(
-    peer: Peer, config: ModelConfig, tokens: Sequence[int], rates: Rates, device: torch.device
+    peer: Peer, config: Arch, tokens: Sequence[int], rates: Rates, device: torch.device
 ) -> Iterator[Row]:
     """Yield a row per product and number of tokens that the peer runs, and one for all four."""
     tokens = [m for m in tokens if peer.least <= m <= peer.most]
@@ -221,7 +221,7 @@ PEERS = (
 
 
 def decode_rows(
-    dtype: torch.dtype, name: str, config: ModelConfig, sizes: Sizes, rates: Rates, device: torch.device
+    dtype: torch.dtype, name: str, config: Arch, sizes: Sizes, rates: Rates, device: torch.device
 ) -> Iterator[Row]:
     """Time flashinfer's decode attention over a paged cache of `dtype` with shuffled pages."""
     flashinfer = import_module("flashinfer")
@@ -255,7 +255,7 @@ def decode_rows(
         del caches
 
 
-def prefill_rows(config: ModelConfig, sizes: Sizes, rates: Rates, device: torch.device) -> Iterator[Row]:
+def prefill_rows(config: Arch, sizes: Sizes, rates: Rates, device: torch.device) -> Iterator[Row]:
     """Time flashinfer's attention of one chunk after its prefix, over contiguous bf16 K and V."""
     flashinfer = import_module("flashinfer")
     heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim

@@ -11,7 +11,7 @@ import torch
 from rich.table import Table
 from tqdm import tqdm
 
-from qrt.arch import ModelConfig
+from qrt.arch import Arch
 from qrt.errors import ConfigError
 from qrt_eval.inputs.shapes import shape
 from qrt_eval.results.console import show
@@ -55,7 +55,7 @@ def run(arguments: Namespace) -> None:
         print_table(op, [row for row in rows if row.op == op])
 
 
-def measure(config: ModelConfig, arguments: Namespace, rates: Rates, device: torch.device) -> Iterator[Row]:
+def measure(config: Arch, arguments: Namespace, rates: Rates, device: torch.device) -> Iterator[Row]:
     """Yield every cell that was asked for."""
     ops = arguments.op or OPS
     tokens = arguments.tokens or TOKENS

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from qrt.arch import ModelConfig
+from qrt.arch import Arch
 from qrt.kernels.sample import sample
 from qrt_eval.speed.kernels.row import Row
 from qrt_eval.speed.kernels.timer import Rates, activation_dtype, copies, microseconds
@@ -14,7 +14,7 @@ from qrt_eval.speed.kernels.timer import Rates, activation_dtype, copies, micros
 BATCHES = (1, 16, 64, 256)
 
 
-def rows(config: ModelConfig, rates: Rates, device: torch.device) -> Iterator[Row]:
+def rows(config: Arch, rates: Rates, device: torch.device) -> Iterator[Row]:
     """Yield greedy rows, and rows drawn at temperature 1 from logits without a peak.
 
     Without a peak, sampling can skip the least work.

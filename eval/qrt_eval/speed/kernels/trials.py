@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, product, starmap
 from typing import NamedTuple
 
-from qrt.arch import ModelConfig
+from qrt.arch import Arch
 from qrt.kernels import tuned
 from qrt.kernels.linear.int8 import plans as int8_plans
 from qrt.kernels.linear.int8.plans import BlockPlan, HopperPlan
@@ -198,7 +198,7 @@ def _splits(programs: int, steps: int) -> list[int]:
     return sorted({tile_plans.even_splits(s, max(steps, 1)) for s in counts if s})
 
 
-def pending(configs: Sequence[ModelConfig], table: Mapping[str, tuned.Measured]) -> list[Trial]:
+def pending(configs: Sequence[Arch], table: Mapping[str, tuned.Measured]) -> list[Trial]:
     """Return the trials of these models' products, model by model, then of their heads in int8.
 
     Keys whose plan in `table` is one of the trials are left out.

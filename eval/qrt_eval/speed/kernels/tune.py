@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from qrt.arch import ModelConfig
+from qrt.arch import Arch
 from qrt.errors import ConfigError
 from qrt.kernels import tuned
 from qrt.kernels.linear import linear, linear_silu, linear_silu_int8
@@ -44,7 +44,7 @@ MEASURED_AT = {8: 1}  # a width serves all token counts up to it and is measured
 COMPILED_ROWS = 1024  # N of the weights used to compile kernels; K is compiled in, N is not
 
 
-def tune(configs: Sequence[ModelConfig], device: torch.device) -> None:
+def tune(configs: Sequence[Arch], device: torch.device) -> None:
     """Measure the products of these models and update the file of this GPU."""
     if device.type != "cuda":
         raise ConfigError("--tune: expected a GPU to measure, got none; run it where the GPU is")
@@ -86,7 +86,7 @@ def _ranked(
 
 
 def _choose_in_layer(
-    config: ModelConfig, scheme: str, ranked: Mapping[str, Sequence[tuned.Measured]],
+    config: Arch, scheme: str, ranked: Mapping[str, Sequence[tuned.Measured]],
     table: dict[str, tuned.Measured], device: torch.device,
 ) -> None:  # fmt: skip
     """Choose among each product's fastest plans the one that makes a layer fastest, and put it in `table`.

@@ -131,8 +131,10 @@ def test_shapes_have_the_published_sizes(name):
     tables = config.vocab_size * config.hidden_size * (1 if config.tied_embeddings else 2)
     billions = (config.num_layers * sizes + tables) / 1e9
     published = {"llama-3.2-1b": 1.24, "llama-3-8b": 8.03, "llama-3-70b": 70.6, "mistral-7b": 7.25,
-                 "qwen3-0.6b": 0.6, "qwen3-8b": 8.19, "qwen3-32b": 32.8}  # fmt: skip
-    assert billions == pytest.approx(published[name], rel=0.01) and config.sliding_window is None
+                 "qwen3-0.6b": 0.6, "qwen3-8b": 8.19, "qwen3-32b": 32.8, "qwen2.5-7b": 7.62,
+                 "mistral-small-24b": 23.6, "phi-4": 14.7, "glm-4-9b": 9.4, "gemma-2-9b": 9.24}  # fmt: skip
+    assert billions == pytest.approx(published[name], rel=0.01)
+    assert config.windows == ((4096, 0) if name == "gemma-2-9b" else (0,))
 
 
 def test_every_key_has_a_trial_and_none_is_tried_twice():
@@ -148,7 +150,7 @@ def test_every_key_has_a_trial_and_none_is_tried_twice():
 def test_tuning_all_shapes_takes_minutes():
     """A measurement takes 30 ms, a kernel 2 s on one of 16 cores; the file already has some."""
     todo = trials.pending([shapes.shape(name) for name in shapes.SHAPES], {})
-    assert len(todo) * 0.03 + len({trial.binary for trial in todo}) * 2 / 16 < 450
+    assert len(todo) * 0.03 + len({trial.binary for trial in todo}) * 2 / 16 < 900
 
 
 def test_interrupted_tuning_resumes(small, monkeypatch, tmp_path):

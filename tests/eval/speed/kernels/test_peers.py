@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from errors import assert_names
-from qrt.arch import ARCHS, ModelConfig
+from qrt.arch.runnable import read_arch
 from qrt_eval.speed.kernels import peers
 from qrt_eval.speed.kernels.timer import Rates
 
@@ -17,7 +17,7 @@ SMALL = {
     "vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 4096,
 }  # fmt: skip
-CONFIG = ModelConfig.from_hf(SMALL, ARCHS["LlamaForCausalLM"])
+CONFIG = read_arch({"architectures": ["LlamaForCausalLM"], **SMALL}, "small")
 CPU = torch.device("cpu")
 
 

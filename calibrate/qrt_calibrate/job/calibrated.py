@@ -1,0 +1,30 @@
+"""Which architectures are calibrated: those that differ from Llama in sizes, biases and norms of heads."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from qrt.arch import Arch
+
+# fields that any value may have: transformers' layers compute them, and no fold or product depends on them
+FREE = frozenset(
+    "name vocab_size hidden_size intermediate_size num_heads num_kv_heads head_dim layers ropes "
+    "max_position dtype eos_token_ids tied_embeddings qkv_bias o_bias mlp_bias norm qk_norm experts".split()
+)
+
+
+def uncalibrated(arch: Arch) -> str | None:
+    """Return the first fact of `arch` that the calibrator does not know, None where it knows all."""
+    for field in fields(arch):
+        value = getattr(arch, field.name)
+        if field.name not in FREE and value != field.default:
+            return f"{field.name} {value!r:.60}"
+    if arch.norm.kind != "rms" or arch.norm.plus:
+        return f"norm {arch.norm}"
+    if arch.qk_norm not in (None, "head"):
+        return f"qk_norm {arch.qk_norm!r}"
+    if arch.name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+        return "layers, of which transformers has no class"
+    return None

@@ -1,0 +1,95 @@
+"""Which architectures run, and how: `qrt-eval models` prints the table of the registry."""
+
+from __future__ import annotations
+
+import logging
+from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from rich.table import Table
+
+from qrt.arch import ARCHS, Arch
+from qrt.arch.runnable import read_arch
+from qrt.model.decoder import Decoder
+from qrt.model.fused import unfused_part
+from qrt.model.random import random_model
+from qrt_calibrate.job.calibrated import uncalibrated
+from qrt_eval.results.console import show
+
+SMALL = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "max_position": 64}
+
+
+class Row(NamedTuple):
+    """What is true of one architecture.
+
+    name        as in config.json
+    runs        whether qrt runs it
+    layers      "fused", or the part that makes them run one operator at a time
+    calibrated  whether qrt-calibrate quantizes it
+    """
+
+    name: str
+    runs: bool
+    layers: str
+    calibrated: bool
+
+    def cells(self) -> tuple[str, ...]:
+        """Return the row in words."""
+        return self.name, _yes(self.runs), self.layers, _yes(self.calibrated)
+
+
+HEADINGS = ("architecture", "runs", "layers", "calibrated")
+
+
+def run(arguments: Namespace) -> None:
+    """Run `qrt-eval models`."""
+    if arguments.markdown:
+        print("\n".join(markdown()))
+        return
+    table = Table(*HEADINGS)
+    for row in rows():
+        table.add_row(*row.cells())
+    show(table)
+
+
+def markdown() -> Iterator[str]:
+    """Yield the lines of the table in Markdown."""
+    yield f"| {' | '.join(HEADINGS)} |"
+    yield f"|{' --- |' * len(HEADINGS)}"
+    for row in rows():
+        yield f"| {' | '.join(row.cells())} |"
+
+
+def rows() -> list[Row]:
+    """Return a row for each architecture of the registry, from its config's defaults."""
+    log = logging.getLogger("qrt.model.fused")
+    level = log.level
+    log.setLevel(logging.ERROR)  # each plain layer would be said there, too
+    try:
+        return [_row(name) for name in ARCHS]
+    finally:
+        log.setLevel(level)
+
+
+def _row(name: str) -> Row:
+    arch = read_arch({"architectures": [name]}, name)
+    calibrated = uncalibrated(arch) is None
+    if arch.experts is not None:
+        return Row(name, False, "", calibrated)
+    part = unfused_part(_small(arch))
+    return Row(name, True, "fused" if part is None else part.removeprefix("layer 0: "), calibrated)
+
+
+def _small(arch: Arch) -> Decoder:
+    """Return a decoder of one layer with small random weights."""
+    sizes: dict[str, Any] = {**SMALL, "num_heads": 2, "num_kv_heads": 2, "alibi": arch.alibi[:2]}
+    return random_model(
+        replace(arch.of_layers(1), **sizes), "fp16", device=torch.device("cpu"), dtype=torch.float32
+    )
+
+
+def _yes(fact: bool) -> str:
+    return "yes" if fact else "no"

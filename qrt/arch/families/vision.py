@@ -1,0 +1,82 @@
+"""Models that read images too: their text half, which is a family of its own under other names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from qrt.arch.base import Arch
+from qrt.arch.entries import Entries, typed
+from qrt.arch.families import gemma, qwen
+from qrt.arch.families import mistral as mistral_family
+from qrt.arch.families.llama import llama
+from qrt.errors import UnsupportedError
+
+# beginnings of the names of what reads images
+IMAGES = (
+    "vision_tower.", "vision_model.", "visual.", "multi_modal_projector.", "mlp1.", "image_newline",
+    "model.vision_tower.", "model.vision_model.", "model.visual.", "model.multi_modal_projector.",
+    "model.image_newline",
+)  # fmt: skip
+ABOVE = ("tie_word_embeddings", "eos_token_id", "dtype", "torch_dtype")
+TEXT: Mapping[str, Callable[[Entries], Arch]] = {
+    "llama": llama,
+    "mistral": mistral_family.mistral,
+    "ministral3": mistral_family.ministral3,
+    "qwen2": qwen.qwen2,
+    "qwen3": qwen.qwen3,
+}
+
+
+def named_model(c: Entries) -> Arch:
+    """LLaVA, LLaVA-OneVision and InternVL: `text_config` names the text half."""
+    return _named(c, "llama")
+
+
+def mistral3(c: Entries) -> Arch:
+    """Mistral Small 3.1 and later, Ministral 3."""
+    return _named(c, "mistral")
+
+
+def _named(c: Entries, default: str) -> Arch:
+    """Return the text half that `text_config` names, under the names that it has in such a model."""
+    text = _text(c)
+    if (kind := text.get("model_type", default)) not in TEXT:
+        raise UnsupportedError(f"config.json: expected a text_config of {', '.join(TEXT)}, got {kind!r}")
+    return _inside(TEXT[kind](text))
+
+
+def gemma3(c: Entries) -> Arch:
+    """Gemma 3 from 4B on."""
+    return _inside(gemma.gemma3(_text(c)))
+
+
+def qwen2_vl(c: Entries) -> Arch:
+    """Qwen 2 VL and 2.5 VL: positions of text are those of a text model."""
+    text = _text(c).filled(vocab_size=152064, hidden_size=8192, intermediate_size=29568, num_hidden_layers=80)
+    text = text.filled(
+        num_attention_heads=64, num_key_value_heads=8, max_window_layers=80, rms_norm_eps=1e-5, rope_theta=1e6
+    )
+    return replace(qwen.qwen2(text), ignored=IMAGES)
+
+
+def qwen3_vl(c: Entries) -> Arch:
+    """Qwen 3 VL."""
+    text = _text(c).filled(max_position_embeddings=128000, rope_theta=5e5)
+    arch = qwen.qwen3(text)
+    names = arch.names.outer(lambda name: name.replace("model.", "model.language_model.", 1))
+    return replace(arch, names=names, ignored=IMAGES)
+
+
+def _text(c: Entries) -> Entries:
+    """Return the entries of the text half; older checkpoints have them beside the others."""
+    text = typed(c, "text_config", dict, None)
+    if text is None:
+        return c
+    above = {key: c[key] for key in ABOVE if key in c}
+    return Entries({**text, **above}, c.architecture)
+
+
+def _inside(arch: Arch) -> Arch:
+    names = arch.names.outer(lambda name: f"language_model.{name}")
+    return replace(arch, names=replace(names, head="language_model.lm_head"), ignored=IMAGES)

@@ -1,0 +1,97 @@
+"""Windows, caps and ALiBi in the attention kernels, against their definitions in fp64."""
+
+import pytest
+import torch
+from attention_truth import attend, bound, cache, chunks, error, from_basis, queries, to_basis
+
+from backends import COMPILED
+from qrt.kernels.decode_attention import kernel as decode
+from qrt.kernels.decode_attention import ref as decode_ref
+from qrt.kernels.decode_attention.plan import plan_parts
+from qrt.kernels.prefill_attention import kernel as prefill
+from qrt.kernels.prefill_attention import ref as prefill_ref
+from qrt.quant.kv import KV_FORMATS
+
+DTYPE = torch.bfloat16 if COMPILED else torch.float16
+FORMATS = pytest.mark.parametrize("name", KV_FORMATS)
+SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.03125])
+RULES = pytest.mark.parametrize(
+    "window, softcap, alibi",
+    [
+        (1, 0, False),
+        (17, 0, False),
+        (64, 3.0, False),
+        (129, 0, True),
+        (0, 2.5, False),
+        (0, 0, True),
+        (500, 4.0, True),
+    ],
+    ids=["itself", "window", "window-cap", "window-alibi", "cap", "alibi", "all"],
+)
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+
+def rule_of(window, softcap, alibi, device):
+    return window, float(softcap), SLOPES.to(device) if alibi else None
+
+
+@pytest.mark.ptx(name=["int8"], window=[64, 500], attention=[decode])
+@RULES
+@FORMATS
+@pytest.mark.parametrize("attention", [decode_ref, decode], ids=["ref", "triton"])
+def test_decode(device, attention, name, window, softcap, alibi):
+    lens = [1, 16, 130, 333]
+    held, q = cache(name, lens, 2, 64, DTYPE, device), queries(4, 4, 64, DTYPE, device, name)
+    rule = rule_of(window, softcap, alibi, device)
+    parts = plan_parts(held.rows, held.kv_lens, 2, 8, window)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    where = held.slot_table, held.rows, held.kv_lens, parts, out
+    attention.decode_attention(q, held.buffers, *where, name, 0.4, True, *rule)
+    want = [from_basis(name, attend(q[i : i + 1], *held.decoded(i), 0.4, *rule)) for i in range(len(lens))]
+    assert error(out, torch.cat(want)) < bound(name, DTYPE)
+
+
+@RULES
+@pytest.mark.parametrize("name", [name for name in KV_FORMATS if KV_FORMATS[name].appends])
+def test_append(device, name, window, softcap, alibi):
+    """Each request's newest token is stored and attended with the others."""
+    lens = [2, 60, 200]
+    held = cache(name, lens, 2, 64, DTYPE, device)
+    q, k, v = torch.randn(3, 3, 4, 64, generator=torch.Generator().manual_seed(1)).to(device, DTYPE)
+    k, v = k[:, :2], v[:, :2]
+    still = torch.zeros(max(lens), 32, device=device)
+    rule = rule_of(window, softcap, alibi, device)
+    parts = plan_parts(held.rows, held.kv_lens, 2, 8, window)
+    out = torch.empty(3, 4, 64, dtype=DTYPE, device=device)
+    where = held.slot_table, held.rows, held.kv_lens, parts
+    decode.append_attention(
+        q, k, v, still.cos(), still.sin(), held.buffers, None, *where, [out], name, 0.4, *rule
+    )
+    turned = to_basis(name, q)
+    want = [from_basis(name, attend(turned[i : i + 1], *held.decoded(i), 0.4, *rule)) for i in range(3)]
+    assert error(out, torch.cat(want)) < max(bound(name, DTYPE), 4e-3)
+
+
+@pytest.mark.ptx(name=["int8"], window=[64, 500], attention=[prefill], attend_cache=[False])
+@RULES
+@pytest.mark.parametrize("attend_cache", [False, True], ids=["raw", "cached"])
+@pytest.mark.parametrize("name", ["fp16", "int8", "int4"])
+@pytest.mark.parametrize("attention", [prefill_ref, prefill], ids=["ref", "triton"])
+def test_prefill(device, attention, name, attend_cache, window, softcap, alibi):
+    """No prefix, a prefix within and beyond the window, chunks shorter and longer than it."""
+    case = chunks(name, [90, 275, 64, 1], [90, 45, 1, 1], 4, 2, 64, DTYPE, device)
+    rule = rule_of(window, softcap, alibi, device)
+    got = case.run(attention.prefill_attention, attend_cache, rule)
+    want = case.truth(attend_cache, lambda q, k, v, scale: attend(q, k, v, scale, *rule))
+    assert error(got, want) < bound(name, DTYPE)
+
+
+@pytest.mark.parametrize("window", [1, 63, 64, 1000])
+def test_parts_cover_the_window(device, window):
+    """The parts of a request hold its last tokens, each once and in order."""
+    lens = torch.tensor([1, 64, 700, 5000, 0, -1], dtype=torch.int32, device=device)
+    parts = plan_parts(torch.arange(6, device=device).int(), lens, 2, 8, window)
+    for request, length in enumerate(lens.tolist()):
+        own = parts[parts[:, 0] == request][:, 2:4].tolist()
+        seen = [token for start, end in own for token in range(start, end)]
+        assert seen == list(range(max(length - window, 0), max(length, 0)))

@@ -1,0 +1,114 @@
+"""Every registered architecture beside transformers: logits and greedy tokens, beyond every window."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers.models.auto.modeling_auto as auto
+from hand_steps import Requests
+from safetensors.torch import load_file, save_file
+from truth import ours
+
+from qrt.arch import ARCHS
+from qrt.arch.runnable import read_arch
+from qrt.model.fused import FusedDecoder
+from qrt.quant.kv import KV_FORMATS
+from zoo import MODELS, WINDOW, make
+
+PROMPT = torch.randint(4, 512, (40,), generator=torch.Generator().manual_seed(7)).tolist()
+STEPS = 12
+# architectures whose layers run as chains of kernels
+FUSED = {
+    "llama", "llama-yarn", "llama-dynamic", "mistral", "ministral", "ministral3", "qwen2", "qwen3", "phi3",
+    "phi3-longrope", "glm", "chatglm3", "smollm3", "hunyuan", "ernie", "seed_oss", "llava", "llava_onevision",
+    "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl", "baichuan-7b", "baichuan2-7b", "internlm2",
+    "internlm3", "qwen",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def case(request, tmp_path_factory):
+    """The name, transformers' model, and qrt's of the same folder."""
+    folder = tmp_path_factory.mktemp(request.param)
+    model = make(request.param, folder)
+    return request.param, model, ours(folder)
+
+
+@torch.inference_mode()
+def truth(model, tokens):
+    """Return transformers' logits [T, V]."""
+    return model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0].float()
+
+
+def log_probabilities(logits, tokens):
+    return logits[:-1].log_softmax(-1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
+
+
+def test_prompt_and_greedy_tokens_are_those_of_transformers(case):
+    """A prompt in two chunks, then decodes one by one; one forward of transformers checks them all."""
+    name, model, decoder = case
+    assert len(PROMPT) > 2 * WINDOW and isinstance(decoder, FusedDecoder) == (name in FUSED)
+    requests = Requests(decoder)
+    logits = [requests.run([(0, PROMPT[:23])])[0], requests.run([(0, PROMPT[23:])])[0]]
+    tokens = [int(logits[-1][-1].argmax())]
+    for _ in range(STEPS - 1):
+        logits.append(requests.run([(0, tokens[-1:])])[0])
+        tokens.append(int(logits[-1][-1].argmax()))
+    whole = PROMPT + tokens[:-1]
+    want = truth(model, whole)
+    error = (log_probabilities(torch.cat(logits), whole) - log_probabilities(want, whole)).abs().max()
+    assert error < 1e-4
+    assert want[len(PROMPT) - 1 :].argmax(-1).tolist() == tokens
+
+
+@pytest.mark.parametrize("kv", ["int8", "int4"])
+def test_quantized_kv_loses_as_little_as_with_llama(case, kv):
+    """Each format's own loss: the decodes see K and V as they are stored."""
+    _, model, decoder = case
+    requests = Requests(decoder, kv)
+    logits = [requests.run([(0, PROMPT[:20])])[0]]
+    logits += [requests.run([(0, [token])])[0] for token in PROMPT[20:]]
+    got, want = torch.cat(logits).log_softmax(-1), truth(model, PROMPT).log_softmax(-1)
+    divergence = (want.exp() * (want - got)).sum(-1)[20:].mean()
+    assert divergence < {"int8": 2e-3, "int4": 0.25}[kv] and KV_FORMATS[kv].bits < 16
+
+
+def test_every_architecture_that_runs_has_a_model_here():
+    """A family that is added to the registry comes with a row."""
+    text, images = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    made = {spec.name or (images if spec.images else text)[spec.kind] for spec in MODELS.values()}
+    assert made == {name for name in ARCHS if read_arch({"architectures": [name]}, name).experts is None}
+
+
+def other_names(folder, change):
+    """Store the tensors of a folder under other names."""
+    tensors = load_file(folder / "model.safetensors")
+    renamed = {change(name): tensor for name, tensor in tensors.items()}
+    save_file(renamed, folder / "model.safetensors", {"format": "pt"})
+
+
+def test_old_gpt2_names_and_masks(tmp_path):
+    model = make("gpt2", tmp_path)
+    other_names(tmp_path, lambda name: name.removeprefix("transformer."))
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors |= {f"h.{i}.attn.bias": torch.ones(1, 1, 256, 256).tril() for i in range(4)}
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    got = Requests(ours(tmp_path)).run([(0, PROMPT)])[0]
+    torch.testing.assert_close(got, truth(model, PROMPT), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new"),
+    [
+        ("qwen2_5_vl", "model.", "model.language_model."),
+        ("llava", "language_model.model.", "model.language_model."),
+    ],
+)
+def test_text_halves_are_found_in_both_places(name, old, new, tmp_path):
+    model = make(name, tmp_path)
+    images = ("visual.", "vision_tower.", "multi_modal_projector.", "model.visual.")
+    keep = lambda stored: stored if stored.startswith(images) else stored.replace(old, new, 1)  # noqa: E731
+    if not any(stored.startswith(new) for stored in load_file(tmp_path / "model.safetensors")):
+        other_names(tmp_path, keep)
+    got = Requests(ours(tmp_path)).run([(0, PROMPT)])[0]
+    torch.testing.assert_close(got, truth(model, PROMPT), rtol=1e-4, atol=1e-4)
