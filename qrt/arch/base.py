@@ -204,10 +204,15 @@ class Arch:
         again = -(-count // len(self.layers))
         return replace(self, layers=(self.layers * again)[:count])
 
+    def window(self, index: int) -> int:
+        """Return how many tokens layer `index` attends; 0: all, also if its window holds the context."""
+        window = self.layers[index].window or 0
+        return window if window < self.max_position else 0
+
     @property
     def windows(self) -> tuple[int, ...]:
         """The windows of the layers in tokens, each once; 0: all tokens."""
-        return tuple(dict.fromkeys(layer.window or 0 for layer in self.layers))
+        return tuple(dict.fromkeys(self.window(index) for index in range(len(self.layers))))
 
     @property
     def fuse(self) -> tuple[tuple[str, tuple[str, ...]], ...]:

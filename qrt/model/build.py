@@ -174,7 +174,7 @@ class _Layer:
         )
 
     def _scores(self) -> Scores:
-        arch, window = self.arch, self.arch.layers[self.index].window or 0
+        arch, window = self.arch, self.arch.window(self.index)
         slopes = torch.tensor(arch.alibi, dtype=torch.float32, device=self.weights.device)
         return Scores(
             arch.head_dim**-0.5 if arch.attention_scale is None else arch.attention_scale,

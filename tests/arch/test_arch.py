@@ -90,7 +90,7 @@ def read(family: str, config: dict) -> Arch:
 
 def window_of(arch: Arch) -> int | None:
     """Return the window of the layers that slide, None if none does."""
-    return max(arch.windows) or None
+    return max(layer.window or 0 for layer in arch.layers) or None
 
 
 def settled(family: str, config: dict) -> transformers.PretrainedConfig:
@@ -504,3 +504,10 @@ def test_an_empty_config_means_the_class_defaults(name):
     if kinds is not None and getattr(truth, "use_sliding_window", True):
         slid = [window if kind == "sliding_attention" else 0 for kind in kinds]
         assert [layer.window or 0 for layer in ours.layers] == slid
+
+
+def test_a_window_of_the_whole_context_is_none():
+    """Phi-3's 128k models say 262,144; without a window they keep the faster kernel of prompts."""
+    wide = read("Mistral", {**SIZES, "sliding_window": 4096})
+    assert wide.layers[0].window == 4096 and wide.windows == (0,)
+    assert read("Mistral", {**SIZES, "sliding_window": 4095}).windows == (4095,)
