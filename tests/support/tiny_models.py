@@ -6,7 +6,7 @@ pyproject.toml puts tests/support on pytest's path, so every test imports this m
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -89,10 +89,16 @@ def altered(source: Path, out: Path, change: Callable[[dict[str, Tensor]], objec
 
 
 def quantize_checkpoint(
-    source: str | Path, out: str | Path, scheme: str, spec: QuantSpec, **options: Any
+    source: str | Path,
+    out: str | Path,
+    scheme: str,
+    spec: QuantSpec,
+    linears: Collection[str] | None = None,
+    **options: Any,
 ) -> dict[str, WeightData]:
     """Round every projection of `source` to nearest on `spec` and write `out`; returns what was written.
 
+    `linears` names the modules to round; by default they are those whose names end in "_proj".
     `options` go to CheckpointWriter; by default lm_head is ignored and there is no metadata. Modules that
     `ignore` names stay as they are.
     """
@@ -103,7 +109,8 @@ def quantize_checkpoint(
     with CheckpointWriter(Path(out), checkpoint, grid=(scheme, spec), **options) as writer:
         for name in checkpoint.names():
             module, _, kind = name.rpartition(".")
-            if not module.endswith("_proj") or module in options["ignore"]:
+            chosen = module.endswith("_proj") if linears is None else module in linears
+            if not chosen or module in options["ignore"]:
                 writer.add_tensor(name, checkpoint.tensor(name))
             elif kind == "weight":
                 weight = checkpoint.tensor(name)
