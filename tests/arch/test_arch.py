@@ -511,3 +511,9 @@ def test_a_window_of_the_whole_context_is_none():
     wide = read("Mistral", {**SIZES, "sliding_window": 4096})
     assert wide.layers[0].window == 4096 and wide.windows == (0,)
     assert read("Mistral", {**SIZES, "sliding_window": 4095}).windows == (4095,)
+
+
+@pytest.mark.parametrize("name, entry", [("BloomForCausalLM", "n_head"), ("MptForCausalLM", "n_heads")])
+def test_slopes_are_made_for_a_sane_number_of_heads(name, entry):
+    with pytest.raises(CheckpointError, match="attention heads: expected at most 4,096, got 16,777,216"):
+        read_arch({"architectures": [name], entry: 2**24}, "model")

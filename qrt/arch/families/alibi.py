@@ -8,18 +8,23 @@ from dataclasses import replace
 from qrt.arch.base import Arch, Names
 from qrt.arch.entries import Entries, expect, number, positive, typed
 from qrt.arch.families.gpt import plain
-from qrt.errors import UnsupportedError
+from qrt.errors import CheckpointError, UnsupportedError
 
 NAMES = Names(
     embed="transformer.word_embeddings", layers="transformer.h", norm="transformer.ln_f",
     qkv="self_attention.query_key_value",
     o="self_attention.dense", up="mlp.dense_h_to_4h", down="mlp.dense_4h_to_h",
 )  # fmt: skip
+MAX_HEADS = 2**12  # each has a slope
 CONTEXT = 2048  # tokens that these models were trained on, where config.json does not say
 
 
 def slopes(heads: int, steepest: float = 8.0) -> tuple[float, ...]:
     """Return each head's slope: those of the power of two below, then every other one of that above."""
+    if heads > MAX_HEADS:
+        raise CheckpointError(
+            f"config.json: number of attention heads: expected at most {MAX_HEADS:,}, got {heads:,}"
+        )
     power = 2 ** int(math.log2(heads))
     even = [2.0 ** (-steepest * (i + 1) / power) for i in range(power)]
     odd = [2.0 ** (-steepest * (2 * i + 1) / (2 * power)) for i in range(heads - power)]
