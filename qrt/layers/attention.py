@@ -57,7 +57,7 @@ class Attention:
     def __init__(self, qkv: Linear, o: Linear, heads: Heads) -> None:
         self.qkv = qkv
         self.o = o
-        self.of = heads
+        self.spec = heads
         self.qkv_heads = (heads.num_heads, heads.num_kv_heads, heads.num_kv_heads)
         self.head_dim = heads.dim
         self.scores = heads.scores
@@ -69,7 +69,7 @@ class Attention:
 
     def heads(self, qkv: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return q [T, Hq, D], k and v [T, Hkv, D] of tokens at `positions` [T], as they enter the cache."""
-        own = self.of
+        own = self.spec
         if own.clip is not None:
             qkv = qkv.clamp(-own.clip, own.clip)
         q, k, v = qkv.unflatten(-1, (-1, self.head_dim)).split(self.qkv_heads, dim=1)
@@ -83,7 +83,9 @@ class Attention:
 
     def parameters(self) -> list[Tensor]:
         """Every tensor outside its Linears."""
-        return [t for norm in (self.of.q_norm, self.of.k_norm) if norm is not None for t in norm.parameters()]
+        return [
+            t for norm in (self.spec.q_norm, self.spec.k_norm) if norm is not None for t in norm.parameters()
+        ]
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, step: StepMeta, kv: KVLayer, rope: RopeTables

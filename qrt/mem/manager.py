@@ -150,8 +150,8 @@ class KVManager:
 
         They move to the prefix cache, locked by `seq`. Where another sequence has cached the same tokens,
         `seq` goes on with the cached slots and frees its own. These cached slots are returned, int32 [m]; the
-        first is for position `num_cached` as it was before. Nothing happens without prefix caching, or when
-        all of the tokens are cached already: then `seq` keeps its own slots.
+        first is for position `num_cached`, before this call changes it. Does nothing without prefix caching,
+        or when all of the tokens are cached already: then `seq` keeps its own slots.
         """
         taken = np.empty(0, np.int32)
         if not self.prefix_caching or len(ids) <= seq.num_cached:

@@ -139,7 +139,7 @@ class SlotAllocator:
         done = 0
         while done < len(out):
             need = len(out) - done
-            rows = self._partial.peek(need)  # each has a gap, except those that are no longer partial
+            rows = self._partial.peek(need)  # each has a gap, unless it has filled up
             gaps = np.where(self._free_in[rows] < self.run, self._free_in[rows], 0)
             total = np.cumsum(gaps)
             rows = self._partial.pop(min(len(rows), int(np.searchsorted(total, need)) + 1))

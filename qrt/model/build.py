@@ -61,7 +61,6 @@ def build(arch: Arch, weights: WeightSource, *, progress: str) -> Decoder:
         linear = Linear.pack("fp16", tied, weights.device, weights.dtype)
     else:
         linear = weights.head(head, unit=arch.unit_head)
-    assert norm is not None or arch.norm.kind == "unit"
     decoder = Decoder(arch, embed, layers, norm, linear, [ropes.behind(i) for i in range(arch.num_layers)])
     return FusedDecoder.of(decoder) or decoder
 
@@ -82,7 +81,7 @@ def norm_layer(
         return tensor if channels is None else tensor[..., channels.to(tensor.device)].contiguous()
 
     stored = read(f"{name}.weight")
-    weight = stored.float() + spec.plus if spec.wide else stored.to(weights.dtype)
+    weight = stored.float() + spec.plus if spec.wide or spec.plus else stored.to(weights.dtype)
     if spec.kind == "rms":
         return RMSNorm(weight, spec.eps)
     bias = f"{name}.bias"
@@ -101,10 +100,11 @@ def _embedding(arch: Arch, weights: WeightSource) -> Embedding:
 
 
 class _Ropes:
-    """The tables of rotary embeddings, each made once."""
+    """The tables that layers share, each made once: rotary embeddings, and the factor of q by position."""
 
     def __init__(self, arch: Arch, device: torch.device) -> None:
         self._arch = arch
+        self.q_scale = _q_scale(arch, device)
         self._tables = {
             key: rope_tables(
                 None if key is None else arch.ropes[key], arch.head_dim, arch.max_position, device
@@ -120,12 +120,13 @@ class _Ropes:
         """Return what is left to turn behind `Attention.heads`."""
         return self._tables[None] if self._arch.qk_norm == "after" else self.of(index)
 
-    def q_scale(self, device: torch.device) -> Tensor | None:
-        """Return the factor of q by position, fp32 [P], None where there is none."""
-        if (spec := self._arch.q_scale) is None:
-            return None
-        steps = torch.arange(self._arch.max_position, dtype=torch.float64) // spec.length
-        return (1 + spec.strength * torch.log1p(steps)).float().to(device)
+
+def _q_scale(arch: Arch, device: torch.device) -> Tensor | None:
+    """Return the factor of q by position, fp32 [P], None where there is none."""
+    if (spec := arch.q_scale) is None:
+        return None
+    steps = torch.arange(arch.max_position, dtype=torch.float64) // spec.length
+    return (1 + spec.strength * torch.log1p(steps)).float().to(device)
 
 
 class _Layer:
@@ -170,7 +171,7 @@ class _Layer:
             k_norm=self._head_norm(arch.names.k_norm, arch.num_kv_heads),
             turned_first=self.ropes.of(self.index) if after else None,
             clip=arch.clip,
-            q_scale=self.ropes.q_scale(self.weights.device),
+            q_scale=self.ropes.q_scale,
         )
 
     def _scores(self) -> Scores:

@@ -85,7 +85,7 @@ class FusedDecoder(Decoder):
         """
         if unknown := unfused_part(decoder):
             logger.warning(
-                "layers run one operator at a time, which is slower: no fused kernel for %s", unknown
+                "layers run one operator at a time, which is slower; no fused kernel knows this: %s", unknown
             )
             return None
         return cls(decoder.arch, decoder.embed, decoder.layers, decoder.norm, decoder.head, decoder.ropes)
@@ -110,7 +110,7 @@ class FusedLayer:
     """A layer from its attention on, and what reads it: the norm that follows, and the next q, k and v.
 
     layer       the plain layer, whose weights it runs
-    norm        the next layer's attention_norm, or the final norm
+    norm        the next layer's norm in front of attention, or the final norm
     next_qkv    the next layer's attention.qkv, or None behind the last layer
     """
 
@@ -124,7 +124,7 @@ class FusedLayer:
     def __call__(
         self, qkv: Tensor, residual: Tensor, step: StepMeta, kv: KVLayer, rope: RopeTables
     ) -> Tensor:
-        """Add the layer to `residual` [T, H] in place; `qkv` is `attention.qkv` of its attention_norm.
+        """Add the layer to `residual` [T, H] in place; `qkv` is what its attention reads.
 
         Returns `next_qkv` of `norm` of the new residual; behind the last layer, that norm [T, H].
         """

@@ -517,3 +517,16 @@ def test_a_window_of_the_whole_context_is_none():
 def test_slopes_are_made_for_a_sane_number_of_heads(name, entry):
     with pytest.raises(CheckpointError, match="attention heads: expected at most 4,096, got 16,777,216"):
         read_arch({"architectures": [name], entry: 2**24}, "model")
+
+
+@pytest.mark.parametrize("name", ["LlavaForConditionalGeneration", "Qwen3VLForConditionalGeneration"])
+def test_the_text_half_refuses_entries_of_another_family(name):
+    config = {"architectures": [name], "text_config": {"embedding_multiplier": 12.0}}
+    with pytest.raises(UnsupportedError, match="embedding_multiplier: expected none"):
+        read_arch(config, "model")
+
+
+def test_a_single_expert_is_an_ordinary_mlp():
+    assert read("Llama", {**SIZES, "num_experts": 1}).experts is None
+    with pytest.raises(UnsupportedError, match="num_experts: expected none"):
+        read("Llama", {**SIZES, "num_experts": 2})

@@ -57,7 +57,8 @@ class Model:
 
 def text(kind: str, inner: str = "", reader: str = "", **settings: Any) -> Model:
     """A model that reads images: its text half is `inner`."""
-    own = SIZES | settings | ({"model_type": inner} if inner else {})
+    own = {key: value for key, value in SIZES.items() if key != "layer_norm_eps"}  # no text half has it
+    own |= settings | ({"model_type": inner} if inner else {})
     images = (IMAGES if reader else QWEN_IMAGES) | ({"model_type": reader} if reader else {})
     return Model(kind, {"text_config": own, "vision_config": images}, images=True)
 

@@ -64,7 +64,7 @@ def tune(
     path      folder of the original model
     linears   all quantized Linears
     rest      other tensors as they are stored: those of the layers beside the Linears, and a quantized head's
-              weight, which stays as it was rounded
+              weight, whose rounding stays
     windows   [B, T] calibration text; drawn text continues parts of it
     """
     dtype, device = training.dtype, training.device

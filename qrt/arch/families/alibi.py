@@ -12,8 +12,8 @@ from qrt.errors import CheckpointError, UnsupportedError
 
 NAMES = Names(
     embed="transformer.word_embeddings", layers="transformer.h", norm="transformer.ln_f",
-    qkv="self_attention.query_key_value",
-    o="self_attention.dense", up="mlp.dense_h_to_4h", down="mlp.dense_4h_to_h",
+    qkv="self_attention.query_key_value", o="self_attention.dense", up="mlp.dense_h_to_4h",
+    down="mlp.dense_4h_to_h",
 )  # fmt: skip
 MAX_HEADS = 2**12  # each has a slope
 CONTEXT = 2048  # tokens that these models were trained on, where config.json does not say
@@ -82,13 +82,12 @@ def mpt(c: Entries) -> Arch:
     expect(c, "logit_scale", None)
     names = Names(
         embed="transformer.wte", layers="transformer.blocks", norm="transformer.norm_f", qkv="attn.Wqkv",
-        o="attn.out_proj",
-        up="ffn.up_proj", down="ffn.down_proj", attention_in="norm_1", mlp_in="norm_2",
+        o="attn.out_proj", up="ffn.up_proj", down="ffn.down_proj", attention_in="norm_1", mlp_in="norm_2",
     )  # fmt: skip
     heads, hidden = positive(c, "num_attention_heads"), positive(c, "hidden_size")
     clip = None if attention["clip_qkv"] is None else number(attention, "clip_qkv")
     return plain(
         c, names=names, ropes={}, qkv="stacked", qkv_bias=False, o_bias=False, mlp_bias=False, clip=clip,
-        intermediate_size=int(number(c, "expansion_ratio") * hidden), alibi=slopes(heads, number(attention,
-        "alibi_bias_max")),
+        intermediate_size=int(number(c, "expansion_ratio") * hidden),
+        alibi=slopes(heads, number(attention, "alibi_bias_max")),
     )  # fmt: skip

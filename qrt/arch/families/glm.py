@@ -37,14 +37,13 @@ def chatglm(c: Entries) -> Arch:
     c = c.filled(
         {
             "vocab_size": "padded_vocab_size", "intermediate_size": "ffn_hidden_size",
-            "num_hidden_layers": "num_layers",
-            "head_dim": "kv_channels", "max_position_embeddings": "seq_length",
-            "attention_bias": "add_qkv_bias",
+            "head_dim": "kv_channels", "num_hidden_layers": "num_layers",
+            "max_position_embeddings": "seq_length", "attention_bias": "add_qkv_bias",
             "rms_norm_eps": "layernorm_epsilon", "num_key_value_heads": "multi_query_group_num",
         },
         rope_theta=1e4 * number(c, "rope_ratio", 1.0), vocab_size=65024, num_hidden_layers=28,
-        max_position_embeddings=2048,
-        multi_query_attention=False, rms_norm_eps=1e-5, attention_bias=False, num_key_value_heads=1,
+        max_position_embeddings=2048, multi_query_attention=False, rms_norm_eps=1e-5, attention_bias=False,
+        num_key_value_heads=1,
     )  # fmt: skip
     for entry, value in {"rmsnorm": True, "post_layer_norm": True, "add_bias_linear": False}.items():
         expect(c, entry, value)
@@ -52,8 +51,8 @@ def chatglm(c: Entries) -> Arch:
     body = "transformer.encoder"
     names = Names(
         embed="transformer.embedding.word_embeddings", layers=f"{body}.layers",
-        norm=f"{body}.final_layernorm",
-        head="transformer.output_layer", qkv="self_attention.query_key_value", o="self_attention.dense",
+        norm=f"{body}.final_layernorm", head="transformer.output_layer",
+        qkv="self_attention.query_key_value", o="self_attention.dense",
         gate_up="mlp.dense_h_to_4h", down="mlp.dense_4h_to_h",
     )  # fmt: skip
     one_each = (

@@ -140,6 +140,6 @@ def stablelm(c: Entries) -> Arch:
     )  # fmt: skip
     return llama(
         c, names=names, norm=Norm(number(c, "layer_norm_eps"), "layer"), parallel=parallel, o_bias=False,
-        qk_norm="modules" if typed(c, "qk_layernorm", bool) else None, qkv_bias=typed(c, "use_qkv_bias",
-        bool), mlp_bias=False,
+        qk_norm="modules" if typed(c, "qk_layernorm", bool) else None,
+        qkv_bias=typed(c, "use_qkv_bias", bool), mlp_bias=False,
     )  # fmt: skip

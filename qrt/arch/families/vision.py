@@ -43,12 +43,12 @@ def _named(c: Entries, default: str) -> Arch:
     text = _text(c)
     if (kind := text.get("model_type", default)) not in TEXT:
         raise UnsupportedError(f"config.json: expected a text_config of {', '.join(TEXT)}, got {kind!r}")
-    return _inside(TEXT[kind](text))
+    return _inside(_read(text, TEXT[kind]))
 
 
 def gemma3(c: Entries) -> Arch:
     """Gemma 3 from 4B on."""
-    return _inside(gemma.gemma3(_text(c)))
+    return _inside(_read(_text(c), gemma.gemma3))
 
 
 def qwen2_vl(c: Entries) -> Arch:
@@ -57,13 +57,13 @@ def qwen2_vl(c: Entries) -> Arch:
     text = text.filled(
         num_attention_heads=64, num_key_value_heads=8, max_window_layers=80, rms_norm_eps=1e-5, rope_theta=1e6
     )
-    return replace(qwen.qwen2(text), ignored=IMAGES)
+    return replace(_read(text, qwen.qwen2), ignored=IMAGES)
 
 
 def qwen3_vl(c: Entries) -> Arch:
     """Qwen 3 VL."""
     text = _text(c).filled(max_position_embeddings=128000, rope_theta=5e5)
-    arch = qwen.qwen3(text)
+    arch = _read(text, qwen.qwen3)
     names = arch.names.outer(lambda name: name.replace("model.", "model.language_model.", 1))
     return replace(arch, names=names, ignored=IMAGES)
 
@@ -75,6 +75,13 @@ def _text(c: Entries) -> Entries:
         return c
     above = {key: c[key] for key in ABOVE if key in c}
     return Entries({**text, **above}, c.architecture)
+
+
+def _read(text: Entries, family: Callable[[Entries], Arch]) -> Arch:
+    """Return the text half; refuse an entry of `text_config` that its family does not have."""
+    arch = family(text)
+    text.refuse_unread()
+    return arch
 
 
 def _inside(arch: Arch) -> Arch:

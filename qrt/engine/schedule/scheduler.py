@@ -7,7 +7,7 @@ which may evict them, and it waits first among its equals. The first request alw
 
 The next step may be planned while one runs. `plan` advances the requests by what the step will surely do, and
 `commit` adds the tokens when they are known. A request in a launched step cannot be paused: `plan` then
-returns None until that step is committed. Slots may be given back at once: whoever gets them writes after
+returns None until that step is committed. Slots may be given back at once: their next owner writes after
 that step, on the same stream.
 """
 

@@ -97,7 +97,7 @@ class CheckpointWriter:
         return self._folder.parts.notes(label)
 
     def read_linear(self, label: str, module: str) -> WeightData:
-        """Read a Linear of a finished step, as it was added."""
+        """Read back a Linear that a finished step added."""
         scheme, spec = self._grid_of(module)
         return layout_of(scheme).decode(self._folder.parts.step(label), module, spec)
 

@@ -1,7 +1,7 @@
 """Supervisor: starts the engine process and the API processes, watches them, and ends them all.
 
 It holds the listening socket, so that it can replace an API process that dies without refusing a connection.
-If the engine dies, the server ends: all requests have failed, and whoever runs the server restarts it.
+If the engine dies, the server ends: all requests have failed, and its process manager restarts it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Supervisor:
     def __init__(self, engine: EngineConfig, server: ServerConfig) -> None:
         self._engine_config, self._server = engine, server
         self._stop = asyncio.Event()
-        self._now = asyncio.Event()  # set by a second signal: wait no longer
+        self._now = asyncio.Event()  # a second signal sets it: stop waiting
         self._signal = 0
         self._ready = False
         self._apis: dict[asyncio.Task[int], tuple[str, asyncio.subprocess.Process]] = {}

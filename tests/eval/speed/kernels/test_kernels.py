@@ -150,7 +150,7 @@ def test_every_key_has_a_trial_and_none_is_tried_twice():
 def test_tuning_all_shapes_takes_minutes():
     """A measurement takes 30 ms, a kernel 2 s on one of 16 cores; the file already has some."""
     todo = trials.pending([shapes.shape(name) for name in shapes.SHAPES], {})
-    assert len(todo) * 0.03 + len({trial.binary for trial in todo}) * 2 / 16 < 900
+    assert len(todo) * 0.03 + len({trial.binary for trial in todo}) * 2 / 16 < 64 * len(shapes.SHAPES)
 
 
 def test_interrupted_tuning_resumes(small, monkeypatch, tmp_path):
