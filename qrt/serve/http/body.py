@@ -41,11 +41,9 @@ def _few(bias: Any) -> Any:
     return {} if bias == [] else bias
 
 
-LogitBias = Annotated[
-    dict[str, Annotated[float, Field(ge=-100, le=100)]],
-    Field(max_length=MAX_TOKENS_LISTED),
-    BeforeValidator(_few),
-]
+_Bias = Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_TOKENS_LISTED)]
+_Empty = Annotated[list[Any], Field(max_length=0)]  # in the OpenAPI document, since it is read as none
+LogitBias = Annotated[_Bias, BeforeValidator(_few, json_schema_input_type=_Bias | _Empty)]
 TOKEN_ID = re.compile("0|[1-9][0-9]{0,8}")  # each id has one spelling as a key, so none comes twice
 
 
