@@ -15,6 +15,8 @@ FLOORS: dict[str, float] = {  # fractions are the rooms of a floor, lower rooms 
     "qrt.assets": 0, "qrt.cli": 0, "qrt.folder": 0, "qrt.peers": 0,
     "qrt.peer_fields": 0, "qrt.hub": 0, "qrt.hub_errors": 0, "qrt.location": 0,
     "qrt.quant": 1, "qrt.arch": 1, "qrt.text": 1,
+    # what an architecture means in torch alone: the calibrator computes by it too
+    "qrt.layers.rope": 1.1, "qrt.layers.activations": 1.1, "qrt.model.stacks": 1.2, "qrt.model.names": 1.3,
     "qrt.kernels": 2,
     "qrt.mem": 3,
     "qrt.layers": 4,
@@ -24,7 +26,7 @@ FLOORS: dict[str, float] = {  # fractions are the rooms of a floor, lower rooms 
     "qrt.llm": 7, "qrt.serve.settings": 7, "qrt.serve.link": 7.1, "qrt.async_llm": 7.2,
     "qrt.serve.http": 7.2, "qrt.serve.routes": 7.3, "qrt.serve.processes": 7.4, "qrt.serve.command": 7.5,
     "qrt.serve": 7.6,
-    # the calibrator sees floors 0 and 1
+    # the calibrator sees floors 0 and 1, with their fractions
     "qrt_calibrate.recipe": 2.0, "qrt_calibrate.rounding": 2.0, "qrt_calibrate.model": 2.1,
     "qrt_calibrate.tuning": 2.15, "qrt_calibrate.job": 2.2, "qrt_calibrate.text": 2.3,
     "qrt_calibrate.steps": 2.3, "qrt_calibrate.estimate": 2.4, "qrt_calibrate.report": 2.5,

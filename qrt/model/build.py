@@ -10,10 +10,11 @@ from tqdm import tqdm
 
 from qrt.arch import Arch
 from qrt.kernels.scores import Scores
+from qrt.layers.activations import ACTIVATIONS, XIELU
 from qrt.layers.attention import Attention, HeadNorm, Heads
 from qrt.layers.embedding import Embedding
 from qrt.layers.linear import Linear
-from qrt.layers.mlp import ACTIVATIONS, MLP, XIELU, OtherMLP
+from qrt.layers.mlp import MLP, OtherMLP
 from qrt.layers.norm import LayerNorm, NormLayer, RMSNorm, WholeNorm
 from qrt.layers.rope import RopeTables, rope_tables
 from qrt.model.decoder import Decoder, DecoderLayer, Norms

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,22 +17,14 @@ from qrt.errors import CheckpointError, UnsupportedError
 from qrt.layers.linear import Linear
 from qrt.model.build import XIELU_PARTS, build
 from qrt.model.decoder import Decoder
+from qrt.model.names import check_names, place_names
 from qrt.model.random import RandomWeights
-from qrt.model.stacks import Stack, stacks
+from qrt.model.stacks import Stack
 from qrt.quant.checkpoint import Checkpoint, open_checkpoint
 from qrt.quant.checkpoint.format import FLOATS
-from qrt.quant.checkpoint.reader import is_unread
 from qrt.quant.weight.base import WeightData, fuse
 
 logger = logging.getLogger(__name__)
-
-# where else the text half of a model that reads images is stored: beginnings of names
-MOVED = (
-    ("language_model.model.", "model.language_model."),
-    ("model.language_model.", "language_model.model."),
-    ("model.language_model.", "model."),
-    ("model.", "model.language_model."),
-)
 
 
 def dummy_model(checkpoint: Checkpoint, *, device: torch.device, dtype: torch.dtype) -> Decoder:
@@ -49,8 +41,8 @@ def load_model(source: str | Path | Checkpoint, *, device: torch.device, dtype: 
     each by name.
     """
     checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
-    arch = _untie(_place_names(_architecture(checkpoint), checkpoint.names()), checkpoint)
-    _check_names(arch, checkpoint)
+    arch = _untie(place_names(_architecture(checkpoint), checkpoint.names()), checkpoint)
+    check_names(arch, checkpoint)
     weights = CheckpointWeights(checkpoint, device, dtype)
     decoder = build(arch, weights, progress="Loading weights")
     left = [module for module in weights.unquantized if module != arch.names.head]
@@ -105,7 +97,7 @@ class CheckpointWeights:
             ) from error
         self.unquantized += stack.modules if weight.scale is None else ()
         if not stack.bias:
-            weight = replace(weight, bias=None)  # zeros: _check_names
+            weight = replace(weight, bias=None)  # zeros: check_names
         return schemes[0], weight if stack.order is None else weight.rows(stack.order)
 
     def _pack(self, stack: Stack, scheme: str, weight: WeightData) -> Linear:
@@ -129,7 +121,7 @@ class CheckpointWeights:
         if tuple(tensor.shape) != shape:
             raise self._mismatch(name, tensor.shape, shape)
         module = name.rpartition(".")[0]
-        beside = ("weight", "bias", *XIELU_PARTS)  # a bias that nothing reads is zero: _check_names
+        beside = ("weight", "bias", *XIELU_PARTS)  # a bias that nothing reads is zero: check_names
         self.checkpoint.expect_no_more(module, [f"{module}.{part}" for part in beside])
         return tensor.to(self.device)
 
@@ -154,19 +146,6 @@ def _architecture(checkpoint: Checkpoint) -> Arch:
     return runnable(checkpoint.config, checkpoint.path)
 
 
-def _place_names(arch: Arch, stored: Collection[str]) -> Arch:
-    """Return `arch` with the names under which the checkpoint holds it.
-
-    Checkpoints of a body alone leave its first name out ("h.0" for "transformer.h.0"), and those of models
-    that read images have been saved with the text half in two places.
-    """
-    for old, new in (("", ""), (arch.names.embed.partition(".")[0] + ".", ""), *MOVED):
-        names = arch.names.outer(lambda name, old=old, new=new: name.replace(old, new, 1))  # type: ignore[misc]
-        if f"{names.embed}.weight" in stored:
-            return replace(arch, names=names)
-    return arch
-
-
 def _untie(arch: Arch, checkpoint: Checkpoint) -> Arch:
     """Untie a head that is stored and differs from the embedding, whatever the config says."""
     stored = [name for name in checkpoint.names() if name.startswith(f"{arch.names.head}.")]
@@ -181,73 +160,3 @@ def _untie(arch: Arch, checkpoint: Checkpoint) -> Arch:
         "%s is stored apart from the embedding: used, though config.json says they are tied", arch.names.head
     )
     return replace(arch, tied_embeddings=False)
-
-
-def _check_names(arch: Arch, checkpoint: Checkpoint) -> None:
-    """Check that every module and bias which the config asks for is there, and nothing else."""
-    wanted, biases = set(_modules(arch)), set(_biases(arch))
-    names = [name for name in checkpoint.names() if not is_unread(name)]
-    if arch.ignored:
-        names = [name for name in names if not name.startswith(arch.ignored)]
-    found = {name.rpartition(".")[0] for name in names}
-    if missing := sorted(wanted - found) + sorted(biases - set(names)):
-        raise CheckpointError(
-            f"{checkpoint.path}: {len(missing)} missing that config.json asks for: {first_few(missing)}; "
-            "correct config.json or download the checkpoint again"
-        )
-    known = wanted | {arch.names.head} if arch.tied_embeddings else wanted
-    unused = [n for n in names if n.rpartition(".")[0] not in known]
-    if arch.norm.kind == "layer":  # whose norms may have biases
-        biases |= {f"{module}.bias" for module in _norms(arch)}
-    extra = [n for n in names if n.endswith(".bias") and n not in biases and n not in unused]
-    unused += [n for n in extra if checkpoint.tensor(n).any()]  # GPTQ tools store zeros where no bias is
-    if unused:
-        raise CheckpointError(
-            f"{checkpoint.path}: {len(unused)} tensors that {arch.name} with this config.json "
-            f"does not use: {first_few(unused)}; correct config.json or delete them"
-        )
-
-
-def _modules(arch: Arch) -> Iterator[str]:
-    """Names of every module of the checkpoint that holds a weight."""
-    names = arch.names
-    for index in range(arch.num_layers):
-        for stack in stacks(arch, index).values():
-            yield from stack.modules
-        if arch.act == "xielu":
-            yield f"{names.layers}.{index}.{names.activation}"
-    yield from _norms(arch)
-    yield names.embed
-    yield from (name for name in (names.positions,) if name is not None)
-    if not arch.tied_embeddings:
-        yield names.head
-
-
-def _norms(arch: Arch) -> Iterator[str]:
-    """Names of every norm that holds a weight."""
-    if arch.norm.kind == "unit":
-        return
-    names = arch.names
-    inside = [names.attention_in, names.attention_out, names.mlp_in, names.mlp_out]
-    inside += [] if arch.qk_norm is None else [*_head_norms(arch)]
-    yield from (name for name in (names.norm, names.embed_norm) if name is not None)
-    for index in range(arch.num_layers):
-        yield from (f"{names.layers}.{index}.{name}" for name in inside if name is not None)
-
-
-def _head_norms(arch: Arch) -> Iterator[str]:
-    """Names inside a layer of the norms over heads of q and k."""
-    for name, heads in ((arch.names.q_norm, arch.num_heads), (arch.names.k_norm, arch.num_kv_heads)):
-        if arch.qk_norm == "modules":
-            yield from (f"{name}.norms.{i}" for i in range(heads))
-        else:
-            yield name
-
-
-def _biases(arch: Arch) -> Iterator[str]:
-    """Names of every bias that a Linear has."""
-    for index in range(arch.num_layers):
-        for stack in stacks(arch, index).values():
-            yield from (f"{module}.bias" for module in stack.modules if stack.bias)
-    if arch.head_bias:
-        yield f"{arch.names.head}.bias"

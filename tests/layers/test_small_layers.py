@@ -5,9 +5,10 @@ import math
 import pytest
 import torch
 
+from qrt.layers.activations import ACTIVATIONS
 from qrt.layers.embedding import Embedding
 from qrt.layers.linear import Linear
-from qrt.layers.mlp import ACTIVATIONS, MLP, OtherMLP
+from qrt.layers.mlp import MLP, OtherMLP
 from qrt.layers.norm import LayerNorm, RMSNorm
 from qrt.quant import affine
 from qrt.quant.weight import WEIGHT_SCHEMES, WeightData

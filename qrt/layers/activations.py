@@ -1,0 +1,39 @@
+"""What an mlp computes of each element, by definition."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# by their names in Arch.act; xielu has weights of its own
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
+}
+
+
+class XIELU:
+    """xIELU (Huang and Schlag 2024, arXiv:2411.13010), with weights of its own.
+
+    p x^2 + b x for x > 0, else n (exp(min(x, eps)) - 1 - x) + b x, where p = softplus(alpha_p) and
+    n = b + softplus(alpha_n). alpha_p, alpha_n, beta and eps are tensors of one element.
+    """
+
+    def __init__(self, alpha_p: Tensor, alpha_n: Tensor, beta: Tensor, eps: Tensor) -> None:
+        self.alpha_p, self.alpha_n, self.beta, self.eps = alpha_p, alpha_n, beta, eps
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Of each element, in x's dtype."""
+        p, n = F.softplus(self.alpha_p), self.beta + F.softplus(self.alpha_n)
+        negative = (torch.expm1(torch.minimum(x, self.eps)) - x) * n + self.beta * x
+        return torch.where(x > 0, p * x * x + self.beta * x, negative)
+
+    def parameters(self) -> list[Tensor]:
+        """Every tensor it holds."""
+        return [self.alpha_p, self.alpha_n, self.beta, self.eps]

@@ -1,0 +1,104 @@
+"""The names of the tensors that an architecture reads, and whether a checkpoint holds just these."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+
+from qrt.arch import Arch
+from qrt.checks import first_few
+from qrt.errors import CheckpointError
+from qrt.model.stacks import stacks
+from qrt.quant.checkpoint import Checkpoint
+from qrt.quant.checkpoint.reader import is_unread
+
+# where else the text half of a model that reads images is stored: beginnings of names
+MOVED = (
+    ("language_model.model.", "model.language_model."),
+    ("model.language_model.", "language_model.model."),
+    ("model.language_model.", "model."),
+    ("model.", "model.language_model."),
+)
+
+
+def place_names(arch: Arch, stored: Collection[str]) -> Arch:
+    """Return `arch` with the names under which the checkpoint holds it.
+
+    Checkpoints of a body alone leave its first name out ("h.0" for "transformer.h.0"), and those of models
+    that read images have been saved with the text half in two places.
+    """
+    for old, new in (("", ""), (arch.names.embed.partition(".")[0] + ".", ""), *MOVED):
+        names = arch.names.outer(lambda name, old=old, new=new: name.replace(old, new, 1))  # type: ignore[misc]
+        if f"{names.embed}.weight" in stored:
+            return replace(arch, names=names)
+    return arch
+
+
+def check_names(arch: Arch, checkpoint: Checkpoint) -> None:
+    """Check that every module and bias which the config asks for is there, and nothing else."""
+    wanted, biases = set(_modules(arch)), set(_biases(arch))
+    names = [name for name in checkpoint.names() if not is_unread(name)]
+    if arch.ignored:
+        names = [name for name in names if not name.startswith(arch.ignored)]
+    found = {name.rpartition(".")[0] for name in names}
+    if missing := sorted(wanted - found) + sorted(biases - set(names)):
+        raise CheckpointError(
+            f"{checkpoint.path}: {len(missing)} missing that config.json asks for: {first_few(missing)}; "
+            "correct config.json or download the checkpoint again"
+        )
+    known = wanted | {arch.names.head} if arch.tied_embeddings else wanted
+    unused = [n for n in names if n.rpartition(".")[0] not in known]
+    if arch.norm.kind == "layer":  # whose norms may have biases
+        biases |= {f"{module}.bias" for module in _norms(arch)}
+    extra = [n for n in names if n.endswith(".bias") and n not in biases and n not in unused]
+    unused += [n for n in extra if checkpoint.tensor(n).any()]  # GPTQ tools store zeros where no bias is
+    if unused:
+        raise CheckpointError(
+            f"{checkpoint.path}: {len(unused)} tensors that {arch.name} with this config.json "
+            f"does not use: {first_few(unused)}; correct config.json or delete them"
+        )
+
+
+def _modules(arch: Arch) -> Iterator[str]:
+    """Names of every module of the checkpoint that holds a weight."""
+    names = arch.names
+    for index in range(arch.num_layers):
+        inside = (*arch.projections, *arch.routers)
+        yield from (f"{names.layers}.{index}.{name}" for name in inside)
+        if arch.act == "xielu":
+            yield f"{names.layers}.{index}.{names.activation}"
+    yield from _norms(arch)
+    yield names.embed
+    yield from (name for name in (names.positions,) if name is not None)
+    if not arch.tied_embeddings:
+        yield names.head
+
+
+def _norms(arch: Arch) -> Iterator[str]:
+    """Names of every norm that holds a weight."""
+    if arch.norm.kind == "unit":
+        return
+    names = arch.names
+    inside = [names.attention_in, names.attention_out, names.mlp_in, names.mlp_out]
+    inside += [] if arch.qk_norm is None else [*_head_norms(arch)]
+    yield from (name for name in (names.norm, names.embed_norm) if name is not None)
+    for index in range(arch.num_layers):
+        yield from (f"{names.layers}.{index}.{name}" for name in inside if name is not None)
+
+
+def _head_norms(arch: Arch) -> Iterator[str]:
+    """Names inside a layer of the norms over heads of q and k."""
+    for name, heads in ((arch.names.q_norm, arch.num_heads), (arch.names.k_norm, arch.num_kv_heads)):
+        if arch.qk_norm == "modules":
+            yield from (f"{name}.norms.{i}" for i in range(heads))
+        else:
+            yield name
+
+
+def _biases(arch: Arch) -> Iterator[str]:
+    """Names of every bias that a Linear has."""
+    for index in range(arch.num_layers):
+        for stack in stacks(arch, index).values():
+            yield from (f"{module}.bias" for module in stack.modules if stack.bias)
+    if arch.head_bias:
+        yield f"{arch.names.head}.bias"
