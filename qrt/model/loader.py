@@ -133,11 +133,11 @@ class CheckpointWeights:
 
 
 def _unit_rows(weight: WeightData) -> WeightData:
-    """Return `weight` with rows of length 1: of a quantized one the scales are divided."""
+    """Return `weight` with rows of length 1: of a quantized one the scales are divided, and stay in fp32."""
     length = weight.dequantize().norm(dim=1, keepdim=True).clamp(min=1e-12)
     if weight.scale is None:
         return replace(weight, values=(weight.values.float() / length).to(weight.values.dtype))
-    return replace(weight, scale=(weight.scale.float() / length).to(weight.scale.dtype))
+    return replace(weight, scale=weight.scale.float() / length)
 
 
 def _architecture(checkpoint: Checkpoint) -> Arch:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from packed_words import awq_tensors, gptq_tensors
 from qrt.errors import CheckpointError, UnsupportedError
 from qrt.quant.checkpoint import open_checkpoint
 from qrt.quant.checkpoint.awq import pack_columns, unpack_columns
@@ -15,14 +16,6 @@ from tiny_models import random_checkpoint
 
 K, N, G = 256, 64, 64
 Q = "model.layers.0.self_attn.q_proj"
-AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)  # slot i of a word holds this column
-
-
-def words(codes, bits):
-    """uint [R, C] -> int32 words along the last axis, each from its bits, least significant first."""
-    bit = (codes[..., None] >> np.arange(bits)) & 1
-    stream = bit.reshape(*codes.shape[:-1], -1, 32).astype(np.uint64)
-    return (stream << np.arange(32, dtype=np.uint64)).sum(-1).astype(np.uint32).view(np.int32)
 
 
 @pytest.fixture
@@ -54,13 +47,6 @@ def save(folder, tensors, quantization, separate=None):
     tensors = {f"{Q}.{key}": torch.from_numpy(np.array(t, order="C")) for key, t in tensors.items()}
     save_file(tensors, folder / "model.safetensors")
     return open_checkpoint(folder)
-
-
-def gptq_tensors(codes, zeros, scales, index, bits, version):
-    packed = words(zeros, bits)
-    if version == 1:  # one wrapping subtraction a word, as GPTQModel does
-        packed = (packed.view(np.uint32) - np.uint32({4: 0x11111111, 8: 0x01010101}[bits])).view(np.int32)
-    return {"qweight": words(codes.T, bits).T, "qzeros": packed, "scales": scales, "g_idx": index}
 
 
 @pytest.mark.parametrize("ordered", [True, False])
@@ -119,11 +105,7 @@ def test_gptq_variants(weight, tmp_path, caplog):
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_awq(weight, tmp_path, symmetric):
     codes, zeros, scales, _, wanted = weight(4, symmetric)
-
-    def pack(values):
-        return words(values.reshape(-1, N // 8, 8)[..., AWQ_COLUMNS].reshape(-1, N), 4)
-
-    tensors = {"qweight": pack(codes), "qzeros": pack(zeros), "scales": scales}
+    tensors = awq_tensors(codes, zeros, scales)
     config = {
         "quant_method": "awq",
         "bits": 4,
