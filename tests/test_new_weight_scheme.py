@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from qrt.assets import model_path
 from qrt.errors import UnsupportedError
-from qrt.kernels.linear import explain, kernel, linear, linear_silu
-from qrt.kernels.silu_mul.ref import silu_mul
+from qrt.kernels.act_mul.ref import act_mul
+from qrt.kernels.linear import explain, kernel, linear, linear_act
 from qrt.llm import LLM
 from qrt.quant.checkpoint import open_checkpoint
 from qrt.quant.weight import WEIGHT_SCHEMES, weight_only
@@ -107,7 +107,8 @@ def test_product_equals_the_dequantized_weight(multiply, symmetric, dtype, bound
     x, bias = torch.randn(5, 96).to(dtype), torch.randn(48).to(dtype)
     tensors = W3A16.prepare(weight, torch.device("cpu"), dtype)
     assert relative(multiply(x, tensors, bias, "w3a16"), reference(x, weight, bias)) < bound
-    assert torch.equal(linear_silu(x, tensors, bias, "w3a16"), silu_mul(linear(x, tensors, bias, "w3a16")))
+    got = linear_act(x, tensors, bias, "w3a16", "silu")
+    assert torch.equal(got, act_mul(linear(x, tensors, bias, "w3a16"), "silu"))
 
 
 def test_a_gpu_says_once_that_no_kernel_multiplies_it(caplog):

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from torch import Tensor
 
-from qrt.kernels.silu_mul import silu_mul
+from qrt.kernels.act_mul import act_mul
 from qrt.layers.activations import XIELU
 from qrt.layers.linear import Linear
 
 
 class MLP:
-    """The gated mlp with silu (SwiGLU): gate_up stacks gate over up, N = 2I; down reads I."""
+    """An mlp of two products.
 
-    def __init__(self, gate_up: Linear, down: Linear) -> None:
+    gate_up  stacks gate over up, N = 2I; if not gated it is up alone, N = I
+    down     reads I
+    act      what is computed of each element, by its name in Arch
+    """
+
+    def __init__(self, gate_up: Linear, down: Linear, act: str = "silu", *, gated: bool = True) -> None:
         self.gate_up = gate_up
         self.down = down
+        self.act = act
+        self.gated = gated
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, H] -> [T, H]."""
@@ -24,34 +29,27 @@ class MLP:
 
     def inside(self, x: Tensor) -> Tensor:
         """Return what `down` reads, of what `gate_up` computes: [T, N] -> [T, I]."""
-        return silu_mul(x)
+        return act_mul(x, self.act, self.gated)
 
     def parameters(self) -> list[Tensor]:
         """Every tensor outside its Linears."""
         return []
 
 
-class OtherMLP(MLP):
-    """An mlp with another activation than silu, or without a gate.
+class XIELUMLP(MLP):
+    """An mlp whose activation has weights of its own."""
 
-    gate_up  stacks gate over up, N = 2I; without a gate it is up alone, N = I
-    act      what is computed of each element
-    """
-
-    def __init__(
-        self, gate_up: Linear, down: Linear, act: Callable[[Tensor], Tensor], *, gated: bool
-    ) -> None:
-        super().__init__(gate_up, down)
-        self.act = act
-        self.gated = gated
+    def __init__(self, gate_up: Linear, down: Linear, xielu: XIELU, *, gated: bool) -> None:
+        super().__init__(gate_up, down, "xielu", gated=gated)
+        self.xielu = xielu
 
     def inside(self, x: Tensor) -> Tensor:
         """Return what `down` reads, of what `gate_up` computes: [T, N] -> [T, I]."""
         if not self.gated:
-            return self.act(x)
+            return self.xielu(x)
         gate, up = x.chunk(2, -1)
-        return self.act(gate) * up
+        return self.xielu(gate) * up
 
     def parameters(self) -> list[Tensor]:
         """Every tensor outside its Linears."""
-        return self.act.parameters() if isinstance(self.act, XIELU) else []
+        return self.xielu.parameters()

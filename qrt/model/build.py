@@ -10,11 +10,11 @@ from tqdm import tqdm
 
 from qrt.arch import Arch
 from qrt.kernels.scores import Scores
-from qrt.layers.activations import ACTIVATIONS, XIELU
+from qrt.layers.activations import XIELU
 from qrt.layers.attention import Attention, HeadNorm, Heads
 from qrt.layers.embedding import Embedding
 from qrt.layers.linear import Linear
-from qrt.layers.mlp import MLP, OtherMLP
+from qrt.layers.mlp import MLP, XIELUMLP
 from qrt.layers.norm import LayerNorm, NormLayer, RMSNorm, WholeNorm
 from qrt.layers.rope import RopeTables, rope_tables
 from qrt.model.decoder import Decoder, DecoderLayer, Norms
@@ -207,9 +207,7 @@ class _Layer:
         return None
 
     def _mlp(self, gate_up: Linear, down: Linear) -> MLP:
-        arch = self.arch
-        if arch.act == "silu" and arch.gate_up != "plain":
-            return MLP(gate_up, down)
+        arch, gated = self.arch, self.arch.gate_up != "plain"
         if arch.act == "xielu":
             name = f"{self.prefix}.{arch.names.activation}"
             shapes = ((1,), (1,), (), ())
@@ -217,5 +215,5 @@ class _Layer:
                 self.weights.tensor(f"{name}.{part}", shape).to(self.weights.dtype)
                 for part, shape in zip(XIELU_PARTS, shapes, strict=True)
             ]
-            return OtherMLP(gate_up, down, XIELU(*parts), gated=arch.gate_up != "plain")
-        return OtherMLP(gate_up, down, ACTIVATIONS[arch.act], gated=arch.gate_up != "plain")
+            return XIELUMLP(gate_up, down, XIELU(*parts), gated=gated)
+        return MLP(gate_up, down, arch.act, gated=gated)

@@ -7,7 +7,7 @@ Every fusion stands here, and the plain layers know of none:
     split sums        an int8 product of few tokens hands the sums of its splits to the norm that adds them
     add and norm      the residual addition goes with the norm that reads the sum
     norm to int8      a norm whose reader quantizes its input hands it codes
-    silu * up         goes with the product of gate_up, and hands codes to a `down` that quantizes its input
+    act * up          goes with the product of gate_up, and hands codes to a `down` that quantizes its input
     chain             one operator for all between two attentions, for few tokens on a Hopper GPU
 
 The residual x [T, H] is one tensor that every addition changes in place.
@@ -22,20 +22,20 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
+from qrt.kernels.act_mul import act_mul, act_mul_int8
 from qrt.kernels.attention import append
 from qrt.kernels.chain import Link, chain, fits
 from qrt.kernels.decode_attention.blocks import block_of, measured_block
 from qrt.kernels.gpu import launches_on
 from qrt.kernels.linear import (
+    linear_act,
+    linear_act_int8,
     linear_int8,
     linear_int8_shares,
     linear_shares,
-    linear_silu,
-    linear_silu_int8,
 )
 from qrt.kernels.linear.product import Epilogue
 from qrt.kernels.rmsnorm import add_rmsnorm, add_rmsnorm_int8, embed_rmsnorm
-from qrt.kernels.silu_mul import silu_mul, silu_mul_int8
 from qrt.kernels.step import KVLayer, StepMeta
 from qrt.layers.attention import Attention
 from qrt.layers.linear import Linear
@@ -145,12 +145,12 @@ class FusedLayer:
         `tokens` has as many rows as the step, and its device.
         """
         o, gate_up, down = self.layer.attention.o, self.layer.mlp.gate_up, self.layer.mlp.down
-        silu = _takes_int8(gate_up) == _takes_int8(down)
+        joined = self.layer.mlp.gated and _takes_int8(gate_up) == _takes_int8(down)
         sums = {
             name: Epilogue.PARTIAL_SUMS if _splits(linear, tokens) else Epilogue.PLAIN
             for name, linear in (("o", o), ("down", down))
         }
-        return sums | {"gate_up": Epilogue.SILU_MUL if silu else Epilogue.PLAIN}
+        return sums | {"gate_up": Epilogue.ACT_MUL if joined else Epilogue.PLAIN}
 
     def after_attention(self, attended: list[Tensor], residual: Tensor, chained: bool) -> Tensor:
         """Run the rest of a call, by `chain` if `chained`.
@@ -184,19 +184,20 @@ class FusedLayer:
 
     def _mlp(self, y: Tensor, residual: Tensor) -> Tensor:
         """Add y, which may be split sums, to `residual` in place; return the MLP of it, as `_for_norm`."""
-        norm, gate_up, down = self.mlp_norm, self.layer.mlp.gate_up, self.layer.mlp.down
-        if not _takes_int8(gate_up) and not _takes_int8(down):
+        norm, mlp = self.mlp_norm, self.layer.mlp
+        gate_up, down, act = mlp.gate_up, mlp.down, mlp.act
+        if mlp.gated and not _takes_int8(gate_up) and not _takes_int8(down):
             x = _add_norm(norm, residual, y)
-            return down(linear_silu(x, gate_up.tensors, gate_up.bias, gate_up.scheme))
-        if _takes_int8(gate_up) and _takes_int8(down):
+            return down(linear_act(x, gate_up.tensors, gate_up.bias, gate_up.scheme, act))
+        if mlp.gated and _takes_int8(gate_up) and _takes_int8(down):
             tokens = _add_norm_int8(norm, residual, y)
             weight = gate_up.tensors, gate_up.bias, gate_up.scheme
-            codes, scale = linear_silu_int8(tokens.codes, tokens.scale, *weight, tokens.dtype)
+            codes, scale = linear_act_int8(tokens.codes, tokens.scale, *weight, tokens.dtype, act)
             return _int8_for_norm(down, QuantizedTokens(codes, scale, tokens.dtype))
         both = _linear_of_norm(gate_up, norm, residual, y)
         if not _takes_int8(down):
-            return down(silu_mul(both))
-        codes, scale = silu_mul_int8(both)
+            return down(act_mul(both, act, mlp.gated))
+        codes, scale = act_mul_int8(both, act, mlp.gated)
         return _int8_for_norm(down, QuantizedTokens(codes, scale, both.dtype))
 
 
@@ -227,12 +228,14 @@ def _rms_norm(norm: NormLayer | None) -> RMSNorm:
 def _link(layer: DecoderLayer, norm: RMSNorm, next_qkv: Linear | None) -> Link | None:
     """Return what `chain` takes.
 
-    Returns None where the products differ in scheme or the norms in eps, or where one of the products other
-    than `next_qkv` has a bias.
+    Returns None where the products differ in scheme or the norms in eps, where one of the products other
+    than `next_qkv` has a bias, or where the mlp is not that of `chain`.
     """
     own = [layer.attention.o, layer.mlp.gate_up, layer.mlp.down]
     mlp_norm = _rms_norm(layer.norms.mlp_in)
     schemes = {linear.scheme for linear in own} | ({next_qkv.scheme} if next_qkv else set())
+    if layer.mlp.act != "silu" or not layer.mlp.gated:
+        return None
     if len(schemes) > 1 or mlp_norm.eps != norm.eps or any(linear.bias is not None for linear in own):
         return None
     return Link(

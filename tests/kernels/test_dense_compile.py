@@ -1,4 +1,4 @@
-"""The kernels of linear, rmsnorm and silu_mul compile for a GPU, on a machine that has none."""
+"""The kernels of linear, rmsnorm and act_mul compile for a GPU, on a machine that has none."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from qrt.kernels.linear.tiles import plans as tile_plans
 from qrt.kernels.linear.tiles.device import constants_of
 from qrt.kernels.linear.tiles.wide_kernel import wide_product
 from qrt.kernels.rmsnorm.kernel import add_rmsnorm, embed_rmsnorm, rmsnorm
-from qrt.kernels.silu_mul.kernel import silu_mul, silu_mul_int8
+from qrt.kernels.act_mul.kernel import act_mul, act_mul_int8
 from qrt.quant.tokens import QuantizedTokens
 from qrt.quant.weight import WEIGHT_SCHEMES
 from qrt.quant.weight.tiles import TiledWeight
@@ -36,7 +36,7 @@ choose.tile_plan = lambda *weight: choose.Product(choose.Kernel.FUSED, "", tile_
 for scheme, bits, tokens in (("w4a16", 4, 16), ("w8a16", 8, 32)):
     weight = random_weight(256, 1024, bits, 128, symmetric=False, dtype=BF16)
     tensors = WEIGHT_SCHEMES[scheme].prepare(weight, torch.device("cpu"), BF16)
-    kernel.linear_silu(torch.empty(tokens, 1024, dtype=BF16), tensors, None, scheme)
+    kernel.linear_act(torch.empty(tokens, 1024, dtype=BF16), tensors, None, scheme, "silu")
 for scheme, symmetric, group, dtype, plan in (
     ("w4a16", False, 128, BF16, (256, 2, 1, 1, 4, 2, 1, 1)), ("w8a16", True, 128, BF16, (128, 1, 2, 2, 3, 3)),
     ("w4a16", False, 32, FP16, (64, 1, 1, 2, 3, 3)), ("w4a16", False, 128, BF16, (64, 4, 1, 2, 3, 4, 4)),
@@ -45,10 +45,11 @@ for scheme, symmetric, group, dtype, plan in (
     weight = random_weight(128, 1024, int(scheme[1]), group, symmetric=symmetric, dtype=dtype)
     scheme, plan = WEIGHT_SCHEMES[scheme], tile_plans.WidePlan(*plan)
     gated = bool(plan.persistent or plan.blocks == 4)
+    act = "silu" if gated else None
     x, y = torch.empty(300, 1024, dtype=dtype), torch.empty(300, 128 // (1 + gated), dtype=dtype)
     tensors = TiledWeight(*scheme.prepare(weight, torch.device("cpu"), dtype))
     constants = constants_of(tensors, scheme.bits, scheme.unpacker())
-    wide_product(x, tensors, None, constants, plan, gated)(x, None, y)
+    wide_product(x, tensors, None, constants, plan, act)(x, None, y)
 x = QuantizedTokens(torch.empty(300, 1024, dtype=torch.int8), torch.empty(300), BF16)
 weight = torch.empty(128, 1024, dtype=torch.int8), torch.empty(128), torch.zeros(128, dtype=torch.int32)
 for plan, gated, shares in (
@@ -58,14 +59,14 @@ for plan, gated, shares in (
     ((128, 128, 1, 3, 2), True, False),
 ):
     plan = HopperPlan(*plan)
-    hopper_product(x, weight, None, plan, gated, shares)(x, None)
+    hopper_product(x, weight, None, plan, "silu" if gated else None, shares)(x, None)
 rmsnorm(torch.empty(9, 12, 128, dtype=BF16)[:, :8], torch.empty(128, dtype=BF16), 1e-5)
 add_rmsnorm(*torch.empty(2, 9, 8192, dtype=FP16), torch.empty(8192, dtype=FP16), 1e-5)
 add_rmsnorm(torch.empty(9, 8192, dtype=FP16), torch.empty(2, 9, 8192), torch.empty(8192, dtype=FP16), 1e-5)
 table = torch.empty(99, 4096, dtype=BF16)
 embed_rmsnorm(torch.zeros(9, dtype=torch.int64), table, table[0], 1e-5)
-silu_mul(torch.empty(9, 28672, dtype=BF16))
-silu_mul_int8(torch.empty(9, 28672, dtype=BF16))
+act_mul(torch.empty(9, 28672, dtype=BF16), "silu")
+act_mul_int8(torch.empty(9, 28672, dtype=BF16), "silu")
 """
 
 
@@ -74,5 +75,5 @@ silu_mul_int8(torch.empty(9, 28672, dtype=BF16))
 def test_dense_kernels_compile():
     assert compiled(CODE) == {
         "_fused": 5, "_wide": 5, "_dequantize": 4, "_quantize_tokens": 2, "_int8_gemm": 2,
-        "_hopper_int8": 8, "_rmsnorm": 4, "_silu_mul": 1, "_silu_mul_int8": 1,
+        "_hopper_int8": 8, "_rmsnorm": 4, "_act_mul": 1, "_act_mul_int8": 1,
     }  # fmt: skip

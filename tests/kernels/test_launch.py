@@ -17,9 +17,9 @@ from triton.experimental.gluon import language as gl
 from triton.runtime.jit import JITFunction
 
 from qrt.kernels import descriptor, launch
+from qrt.kernels.act_mul.kernel import act_mul
 from qrt.kernels.rmsnorm import ref
 from qrt.kernels.rmsnorm.kernel import rmsnorm
-from qrt.kernels.silu_mul.kernel import silu_mul
 
 HERE = torch.empty(0).get_device()  # the number of the device that the tests' tensors are on
 STREAM = 77
@@ -420,7 +420,7 @@ def test_launches_without_triton_give_the_same(device, monkeypatch):
     memory, weight = torch.randn(64 * 272, device=device).half(), torch.rand(272, device=device).half()
     for tokens, width, first in ((1, 272, 0), (16, 272, 0), (17, 272, 1), (17, 256, 8), (33, 200, 3)):
         x = memory[first : first + tokens * width].view(tokens, width)
-        for operator in (lambda x: rmsnorm(x, weight[: x.shape[1]], 1e-5), lambda x: silu_mul(x)):
+        for operator in (lambda x: rmsnorm(x, weight[: x.shape[1]], 1e-5), lambda x: act_mul(x, "silu")):
             want = operator(x)
             torch.cuda.synchronize()
             asked.clear()

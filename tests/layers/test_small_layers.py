@@ -8,7 +8,7 @@ import torch
 from qrt.layers.activations import ACTIVATIONS
 from qrt.layers.embedding import Embedding
 from qrt.layers.linear import Linear
-from qrt.layers.mlp import MLP, OtherMLP
+from qrt.layers.mlp import MLP
 from qrt.layers.norm import LayerNorm, RMSNorm
 from qrt.quant import affine
 from qrt.quant.weight import WEIGHT_SCHEMES, WeightData
@@ -125,7 +125,7 @@ def test_an_fp32_weight_multiplies_before_the_norm_is_rounded():
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
 @pytest.mark.parametrize("gated", [False, True])
-def test_other_mlps(name, gated):
+def test_mlps(name, gated):
     gate_up, w = plain(96 * (1 + gated), 32, seed=1)
     down, v = plain(32, 96, seed=2)
     x = random(4, 32, seed=3)
@@ -136,5 +136,5 @@ def test_other_mlps(name, gated):
         "gelu_tanh": lambda y: y * (1 + torch.tanh((2 / math.pi) ** 0.5 * (y + 0.044715 * y**3))) / 2,
     }[name]  # fmt: skip
     inside = act(y[:, :96]) * y[:, 96:] if gated else act(y)
-    got = OtherMLP(gate_up, down, ACTIVATIONS[name], gated=gated)(x)
+    got = MLP(gate_up, down, name, gated=gated)(x)
     torch.testing.assert_close(got.double(), inside @ v.T, rtol=1e-5, atol=1e-3)

@@ -22,7 +22,7 @@ FUSED = {
     "llama", "llama-yarn", "llama-dynamic", "mistral", "ministral", "ministral3", "qwen2", "qwen3", "phi3",
     "phi3-longrope", "glm", "chatglm3", "smollm3", "hunyuan", "ernie", "seed_oss", "llava", "llava_onevision",
     "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl", "baichuan-7b", "baichuan2-7b", "internlm2",
-    "internlm3", "qwen",
+    "internlm3", "qwen", "gemma", "arcee",
 }  # fmt: skip
 
 

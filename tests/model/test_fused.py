@@ -94,7 +94,7 @@ def called(monkeypatch):
     def note(name, operator):
         return lambda *args: names.add(name) or operator(*args)
 
-    for name in ("chain", "append", "linear_shares", "linear_int8_shares", "linear_silu_int8"):
+    for name in ("chain", "append", "linear_shares", "linear_int8_shares", "linear_act_int8"):
         monkeypatch.setattr(fused, name, note(name, getattr(fused, name)))
     return names
 
@@ -169,7 +169,7 @@ def test_what_build_returns_runs_fused():
 def test_fused_for_a_gpu_is_plain(scheme, kv, called):
     assert distance(make(scheme, dtype=torch.bfloat16), kv) < 0.02
     chained = {"chain"} if scheme in ("w4a16", "w8a16") else set()
-    int8 = {"linear_shares", "linear_int8_shares", "linear_silu_int8"} if scheme == "w8a8" else set()
+    int8 = {"linear_shares", "linear_int8_shares", "linear_act_int8"} if scheme == "w8a8" else set()
     appended = {"append"} if KV_FORMATS[kv].appends else set()
     assert called == chained | int8 | appended
 

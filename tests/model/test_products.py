@@ -88,10 +88,10 @@ def test_chained_layers_are_called_so(monkeypatch):
 @pytest.mark.parametrize("scheme, mix, told", [
     ("w4a16", {}, True), ("w8a8", {}, True), ("w8a8", {"down_proj": "w8a16"}, False),
 ])  # fmt: skip
-def test_silu_is_told_of_gate_up_where_it_goes_with_it(monkeypatch, scheme, mix, told):
+def test_act_is_told_of_gate_up_where_it_goes_with_it(monkeypatch, scheme, mix, told):
     found = products(monkeypatch, scheme, [100], mix)
-    assert ("silu" in found["gate_up", (0,), 100].why) is told
-    assert not any("silu" in each.why for each in found.values() if each.name != "gate_up")
+    assert ("act(gate)" in found["gate_up", (0,), 100].why) is told
+    assert not any("act(gate)" in each.why for each in found.values() if each.name != "gate_up")
 
 
 def test_layers_of_another_scheme_are_told_apart(monkeypatch):
@@ -113,15 +113,15 @@ def test_epilogues_are_those_of_the_operators_that_run(monkeypatch, scheme, toke
     def note(epilogue, operator):
         return lambda *args: called.append(epilogue) or operator(*args)
 
-    for name in ("linear_silu", "linear_silu_int8"):
-        monkeypatch.setattr(fused, name, note(Epilogue.SILU_MUL, getattr(fused, name)))
+    for name in ("linear_act", "linear_act_int8"):
+        monkeypatch.setattr(fused, name, note(Epilogue.ACT_MUL, getattr(fused, name)))
     sums = torch.empty(1, tokens, 4096, device=META)  # torch cannot tell how many splits there are
     for name in ("linear_shares", "linear_int8_shares"):
         monkeypatch.setattr(fused, name, note(Epilogue.PARTIAL_SUMS, lambda *args: sums))
     residual = torch.empty(tokens, 4096, dtype=torch.bfloat16, device=META)
     layer.after_attention([torch.empty_like(residual)], residual, False)
     wanted = [each for each in layer.epilogues(residual).values() if each is not Epilogue.PLAIN]
-    assert sorted(called, key=str) == sorted(wanted, key=str) and Epilogue.SILU_MUL in wanted
+    assert sorted(called, key=str) == sorted(wanted, key=str) and Epilogue.ACT_MUL in wanted
 
 
 def test_debug_log_of_the_engine_has_a_line_per_weight_shape(caplog):

@@ -20,7 +20,7 @@ CALLED = {
     "qrt.layers.linear": ("linear",),
     "qrt.layers.norm": ("rmsnorm",),
     "qrt.model.fused": (
-        "linear_int8", "linear_silu_int8", "silu_mul", "silu_mul_int8", "add_rmsnorm",
+        "linear_int8", "linear_act_int8", "act_mul", "act_mul_int8", "add_rmsnorm",
         "add_rmsnorm_int8",
     ),
     "qrt.kernels.chain": ("chain_op",),

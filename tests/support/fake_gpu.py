@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import torch
 
 from qrt.kernels import chain, tuned
+from qrt.kernels.act_mul import kernel as act_mul_kernel
 from qrt.kernels.linear import choose, hopper_16bit_kernel
 from qrt.kernels.linear.int8 import block_kernel, hopper_kernel, quantize_kernel
 from qrt.kernels.linear.tiles import (
@@ -15,7 +16,6 @@ from qrt.kernels.linear.tiles import (
     make_digits_kernel,
     wide_kernel,
 )
-from qrt.kernels.silu_mul import kernel as silu_mul_kernel
 from qrt.quant.weight import WEIGHT_SCHEMES
 from qrt.quant.weight.base import Layout, WeightData
 from qrt.quant.weight.tiles import tile
@@ -23,7 +23,7 @@ from qrt.quant.weight.tiles import tile
 META = torch.device("meta")
 MODULES = (
     chain, choose, hopper_16bit_kernel, block_kernel, hopper_kernel, quantize_kernel, dequantize_kernel,
-    digits_kernel, fused_kernel, make_digits_kernel, wide_kernel, silu_mul_kernel,
+    digits_kernel, fused_kernel, make_digits_kernel, wide_kernel, act_mul_kernel,
 )  # fmt: skip
 UNCACHED_VARIANT = wide_kernel._variant.__wrapped__  # the cache would keep what the fake `variant` returns
 H200 = json.loads(tuned.path("NVIDIA H200").read_text())

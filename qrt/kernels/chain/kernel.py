@@ -36,7 +36,9 @@ def chain(
     bits, room = WEIGHT_SCHEMES[scheme].bits, attended.codes.shape[2]
     y = digits_shares(attended, TiledWeight(*o), bits)
     normal = add_rmsnorm_digits(residual, y, mlp_norm, eps, room)
-    y = digits_shares(gated_digits_product(normal, TiledWeight(*gate_up), bits), TiledWeight(*down), bits)
+    y = digits_shares(
+        gated_digits_product(normal, TiledWeight(*gate_up), bits, "silu"), TiledWeight(*down), bits
+    )
     if not qkv:
         return add_rmsnorm(residual, y, norm, eps)
     normal = add_rmsnorm_digits(residual, y, norm, eps, room)

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from qrt.kernels.act_mul import act_mul
 from qrt.kernels.linear import linear
 from qrt.kernels.rmsnorm import add_rmsnorm
-from qrt.kernels.silu_mul import silu_mul
 from qrt.quant.digits import Digits
 
 
@@ -28,6 +28,6 @@ def chain(
     """See the package's docstring."""
     attended = x[0] if len(x) == 1 else Digits(x[0], x[1], len(residual)).read().to(residual.dtype)
     y = add_rmsnorm(residual, linear(attended, o, None, scheme), mlp_norm, eps)
-    y = linear(silu_mul(linear(y, gate_up, None, scheme)), down, None, scheme)
+    y = linear(act_mul(linear(y, gate_up, None, scheme), "silu"), down, None, scheme)
     y = add_rmsnorm(residual, y, norm, eps)
     return linear(y, qkv, bias, scheme) if qkv else y

@@ -3,10 +3,10 @@
 linear(x [T, K], weight: tensors of the scheme, bias [N] | None, scheme: str) -> [T, N] in x's dtype
 linear_int8(codes int8 [T, K], token_scale fp32 [T], weight, bias, scheme, dtype) -> [T, N] in `dtype`
     the same for x = codes * token_scale, for schemes with `int8_tokens`
-linear_silu(x [T, K], weight, bias, scheme) -> [T, N / 2] in x's dtype
-    `silu_mul` of `linear`, for a weight that stacks a gate over its up
-linear_silu_int8(codes, token_scale, weight, bias, scheme, dtype) -> codes int8 [T, N / 2], scale fp32 [T]
-    `silu_mul_int8` of `linear_int8`, likewise
+linear_act(x [T, K], weight, bias, scheme, act) -> [T, N / 2] in x's dtype
+    `act_mul` of `linear`, for a weight that stacks a gate over its up
+linear_act_int8(codes, token_scale, weight, bias, scheme, dtype, act) -> codes int8 [T, N / 2], scale fp32 [T]
+    `act_mul_int8` of `linear_int8`, likewise
 linear_shares(x [T, K], weight, scheme) -> fp32 [S, T, N]
 linear_int8_shares(codes int8 [T, K], token_scale fp32 [T], weight, scheme) -> fp32 [S, T, N]
     the sums of each of S splits of K, without a bias; the kernel chooses S. `add_rmsnorm` adds them, so that
@@ -68,14 +68,14 @@ linear = define(
 )
 
 
-def _fake_silu(x: Tensor, weight: Sequence[Tensor], scheme: str) -> Tensor:
+def _fake_act(x: Tensor, weight: Sequence[Tensor], scheme: str) -> Tensor:
     return x.new_empty(x.shape[0], WEIGHT_SCHEMES[scheme].out_features(weight) // 2)
 
 
-linear_silu = define(
-    cpu.linear_silu if _PACKED_ON_CPU else ref.linear_silu,
-    triton="qrt.kernels.linear.kernel:linear_silu",
-    fake=_fake_silu,
+linear_act = define(
+    cpu.linear_act if _PACKED_ON_CPU else ref.linear_act,
+    triton="qrt.kernels.linear.kernel:linear_act",
+    fake=_fake_act,
 )
 
 
@@ -113,14 +113,14 @@ linear_int8_shares = define(
 )
 
 
-def _fake_silu_int8(
+def _fake_act_int8(
     codes: Tensor, token_scale: Tensor, weight: Sequence[Tensor], scheme: str
 ) -> tuple[Tensor, Tensor]:
-    return _fake_silu(codes, weight, scheme), torch.empty_like(token_scale)
+    return _fake_act(codes, weight, scheme), torch.empty_like(token_scale)
 
 
-linear_silu_int8 = define(
-    ref.linear_silu_int8,
-    triton="qrt.kernels.linear.kernel:linear_silu_int8",
-    fake=_fake_silu_int8,
+linear_act_int8 = define(
+    ref.linear_act_int8,
+    triton="qrt.kernels.linear.kernel:linear_act_int8",
+    fake=_fake_act_int8,
 )

@@ -57,7 +57,7 @@ def _tiles(x: Tensor, weight: TiledWeight, bits: int, epilogue: Epilogue) -> Pro
     if digits_kernel.fits(x, weight, bits):
         return Product(Kernel.DIGITS, "few tokens in bf16 meet int4 weights on a Hopper GPU")
     found = tile_plan(x, weight, bits)
-    if epilogue is Epilogue.SILU_MUL and found.plan is not None:
+    if epilogue is Epilogue.ACT_MUL and found.plan is not None:
         assert isinstance(found.plan, FusedPlan | WidePlan)
         return found._replace(joined=found.plan.gates and weight.out_features % (2 * TILE_ROWS) == 0)
     return found
@@ -96,7 +96,7 @@ def _int8(x: Tensor | QuantizedTokens, codes: Tensor, epilogue: Epilogue) -> Pro
     if epilogue is Epilogue.PARTIAL_SUMS:
         return found._replace(joined=True)
     gates = isinstance(found.plan, HopperPlan) and found.plan.gates
-    return found._replace(joined=gates and isinstance(x, QuantizedTokens) and epilogue is Epilogue.SILU_MUL)
+    return found._replace(joined=gates and isinstance(x, QuantizedTokens) and epilogue is Epilogue.ACT_MUL)
 
 
 def int8_plan(x: Tensor, n: int) -> Product:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from qrt.kernels.silu_mul.ref import silu_mul
+from qrt.kernels.act_mul.ref import act_mul
 from qrt.quant.weight import WEIGHT_SCHEMES
 
 
@@ -15,6 +15,6 @@ def linear(x: Tensor, weight: Sequence[Tensor], bias: Tensor | None, scheme: str
     return WEIGHT_SCHEMES[scheme].linear_cpu(x, weight, bias)
 
 
-def linear_silu(x: Tensor, weight: Sequence[Tensor], bias: Tensor | None, scheme: str) -> Tensor:
-    """Return silu(gate) * up of the product with x [T, K]: [T, N / 2] in x's dtype."""
-    return silu_mul(linear(x, weight, bias, scheme))
+def linear_act(x: Tensor, weight: Sequence[Tensor], bias: Tensor | None, scheme: str, act: str) -> Tensor:
+    """Return act(gate) * up of the product with x [T, K]: [T, N / 2] in x's dtype."""
+    return act_mul(linear(x, weight, bias, scheme), act)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qrt.checks import expect
+from qrt.kernels.act_mul.kernel import act_mul, act_mul_int8
 from qrt.kernels.linear.choose import choose
 from qrt.kernels.linear.hopper_16bit_kernel import hopper_16bit_gemm
 from qrt.kernels.linear.int8.block_kernel import block_gemm
@@ -26,7 +27,6 @@ from qrt.kernels.linear.tiles.fused_kernel import fused_gemm
 from qrt.kernels.linear.tiles.plans import FusedPlan, WidePlan
 from qrt.kernels.linear.tiles.wide_kernel import wide_product
 from qrt.kernels.linear.weight import Prepared, is_new, ready
-from qrt.kernels.silu_mul.kernel import silu_mul, silu_mul_int8
 from qrt.quant.tokens import QuantizedTokens
 from qrt.quant.weight import WEIGHT_SCHEMES
 from qrt.quant.weight.base import Layout, WeightScheme
@@ -49,24 +49,28 @@ class Done(NamedTuple):
 
 
 def _multiply(
-    kind: WeightScheme, x: Tensor, weight: Sequence[Tensor], bias: Tensor | None, epilogue: Epilogue
+    kind: WeightScheme, x: Tensor, weight: Sequence[Tensor], bias: Tensor | None, act: str | None = None
 ) -> Done:
-    """Multiply x [T, K] by the kernel that `choose` chooses."""
+    """Multiply x [T, K] by the kernel that `choose` chooses; with `act`, for act(gate) * up of it."""
     if isinstance(kind, TiledScheme):
-        return _multiply_tiles(kind, x, weight, bias, epilogue)
+        return _multiply_tiles(kind, x, weight, bias, act)
     if kind.layout is Layout.INT8_ROWS:
         expect(x, "T K", name="x", K=weight[0].shape[1])
-        done = _multiply_codes(kind, quantize_tokens(x.contiguous()), weight, bias, Epilogue.PLAIN)
-        if (multiply := done.prepared) is None or epilogue is not Epilogue.PLAIN:
+        done = _multiply_codes(kind, quantize_tokens(x.contiguous()), weight, bias)
+        if (multiply := done.prepared) is None or act is not None:
             return done._replace(prepared=None)
         return done._replace(prepared=lambda x, bias: multiply(quantize_tokens(x.contiguous()), bias))
-    chosen = choose(kind, x, weight, epilogue)
+    chosen = choose(kind, x, weight, _epilogue(act))
     if chosen.kernel is Kernel.FEW_16_BIT:
         return Done(hopper_16bit_gemm(x, weight[0], bias), chosen)
     if chosen.kernel is Kernel.TORCH:
         return Done(F.linear(x, weight[0], bias), chosen)
     _say(kind.name, chosen)
     return Done(kind.linear_ref(x, weight, bias), chosen)
+
+
+def _epilogue(act: str | None) -> Epilogue:
+    return Epilogue.PLAIN if act is None else Epilogue.ACT_MUL
 
 
 @cache
@@ -76,15 +80,15 @@ def _say(scheme: str, chosen: Product) -> None:
 
 
 def _multiply_tiles(
-    kind: TiledScheme, x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None, epilogue: Epilogue
+    kind: TiledScheme, x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None, act: str | None
 ) -> Done:
     """Multiply x [T, K] by a weight in tiles."""
     weight = kind.tiles_for(x, tensors)
-    chosen, x = choose(kind, x, weight, epilogue), weight.gather(x)
+    chosen, x = choose(kind, x, weight, _epilogue(act)), weight.gather(x)
     if chosen.kernel is Kernel.DIGITS:
         return Done(digits_gemm(x, weight, bias, kind.bits), chosen)
-    tokens, n, gated = len(x), weight.out_features, epilogue is Epilogue.SILU_MUL and chosen.joined
-    y = torch.empty(tokens, n // 2 if gated else n, dtype=x.dtype, device=x.device)
+    tokens, n, joined = len(x), weight.out_features, act if chosen.joined else None
+    y = torch.empty(tokens, n // 2 if joined else n, dtype=x.dtype, device=x.device)
     if chosen.kernel is Kernel.NOTHING:
         return Done(y, chosen)
     constants = constants_of(weight, kind.bits, kind.unpacker())
@@ -92,12 +96,12 @@ def _multiply_tiles(
         dequantized_gemm(x, weight, bias, y, constants)
         return Done(y, chosen)
     if isinstance(chosen.plan, FusedPlan):
-        fused_gemm(x.contiguous(), weight, bias, y, constants, chosen.plan, gated)
+        fused_gemm(x.contiguous(), weight, bias, y, constants, chosen.plan, joined)
         return Done(y, chosen)
     assert isinstance(chosen.plan, WidePlan)
-    multiply = wide_product(x, weight, bias, constants, chosen.plan, gated)
+    multiply = wide_product(x, weight, bias, constants, chosen.plan, joined)
     multiply(x.contiguous(), bias, y)
-    can_stay = not weight.perm.numel() and gated == (epilogue is Epilogue.SILU_MUL)
+    can_stay = not weight.perm.numel() and joined == act
     return Done(y, chosen, _filled(multiply, y.shape) if can_stay else None)
 
 
@@ -113,8 +117,9 @@ def _filled(multiply: Callable[[Tensor, Tensor | None, Tensor], None], size: tor
 
 
 def _multiply_codes(
-    kind: WeightScheme, x: QuantizedTokens, weight: Sequence[Tensor], bias: Tensor | None, epilogue: Epilogue
-) -> Done:
+    kind: WeightScheme, x: QuantizedTokens, weight: Sequence[Tensor], bias: Tensor | None,
+    epilogue: Epilogue = Epilogue.PLAIN, act: str | None = None,
+) -> Done:  # fmt: skip
     """Multiply tokens [T, K] that are quantized already."""
     if not kind.int8_tokens:
         raise NotImplementedError(f"{kind.name} takes no int8 tokens")
@@ -129,8 +134,7 @@ def _multiply_codes(
         dtype = torch.float32 if shares else x.dtype
         return Done(torch.empty(size, dtype=dtype, device=x.codes.device), chosen)
     if isinstance(chosen.plan, HopperPlan):
-        gated = chosen.joined and not shares
-        product = hopper_product(x, weight, bias, chosen.plan, gated, shares)
+        product = hopper_product(x, weight, bias, chosen.plan, act if chosen.joined else None, shares)
         return Done(product(x, bias), chosen, product)
     assert isinstance(chosen.plan, BlockPlan)
     return Done(block_gemm(x, weight, bias, chosen.plan, shares), chosen)
@@ -147,7 +151,7 @@ def linear(x: Tensor, weight: Sequence[Tensor], bias: Tensor | None, scheme: str
     key = "linear", x.shape, x.dtype, bias is None
     if product := ready(weight, key):
         return product(x, bias)
-    done = _multiply(WEIGHT_SCHEMES[scheme], x, weight, bias, Epilogue.PLAIN)
+    done = _multiply(WEIGHT_SCHEMES[scheme], x, weight, bias)
     _keep(weight, key, done.prepared)
     return done.y
 
@@ -160,7 +164,7 @@ def linear_int8(
     key, tokens = ("int8", codes.shape, dtype, bias is None), QuantizedTokens(codes, token_scale, dtype)
     if product := ready(weight, key):
         return product(tokens, bias)
-    done = _multiply_codes(WEIGHT_SCHEMES[scheme], tokens, weight, bias, Epilogue.PLAIN)
+    done = _multiply_codes(WEIGHT_SCHEMES[scheme], tokens, weight, bias)
     _keep(weight, key, done.prepared)
     return done.y
 
@@ -178,26 +182,27 @@ def linear_int8_shares(codes: Tensor, token_scale: Tensor, weight: Sequence[Tens
     return done.y if done.y.dim() == 3 else done.y[None]
 
 
-def linear_silu(x: Tensor, weight: Sequence[Tensor], bias: Tensor | None, scheme: str) -> Tensor:
-    """`qrt::linear_silu` on CUDA tensors."""
-    key = "silu", x.shape, x.dtype, bias is None
+def linear_act(x: Tensor, weight: Sequence[Tensor], bias: Tensor | None, scheme: str, act: str) -> Tensor:
+    """`qrt::linear_act` on CUDA tensors."""
+    key = "act", act, x.shape, x.dtype, bias is None
     if product := ready(weight, key):
         return product(x, bias)
-    done = _multiply(WEIGHT_SCHEMES[scheme], x, weight, bias, Epilogue.SILU_MUL)
+    done = _multiply(WEIGHT_SCHEMES[scheme], x, weight, bias, act)
     _keep(weight, key, done.prepared)
-    return done.y if done.product.joined else silu_mul(done.y)
+    return done.y if done.product.joined else act_mul(done.y, act)
 
 
-def linear_silu_int8(
+def linear_act_int8(
     codes: Tensor, token_scale: Tensor, weight: Sequence[Tensor], bias: Tensor | None, scheme: str,
-    dtype: torch.dtype,
+    dtype: torch.dtype, act: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`qrt::linear_silu_int8` on CUDA tensors."""
-    key, tokens = ("silu int8", codes.shape, dtype, bias is None), QuantizedTokens(codes, token_scale, dtype)
+    """`qrt::linear_act_int8` on CUDA tensors."""
+    key = "act int8", act, codes.shape, dtype, bias is None
+    tokens = QuantizedTokens(codes, token_scale, dtype)
     if product := ready(weight, key):
         return quantize_tokens(product(tokens, bias))[:2]
-    done = _multiply_codes(WEIGHT_SCHEMES[scheme], tokens, weight, bias, Epilogue.SILU_MUL)
+    done = _multiply_codes(WEIGHT_SCHEMES[scheme], tokens, weight, bias, Epilogue.ACT_MUL, act)
     if not done.product.joined:
-        return silu_mul_int8(done.y)
+        return act_mul_int8(done.y, act)
     _keep(weight, key, done.prepared)
     return quantize_tokens(done.y)[:2]

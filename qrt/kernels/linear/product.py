@@ -10,7 +10,7 @@ class Epilogue(Enum):
     """What becomes of the product x @ W.T + bias, [T, N]."""
 
     PLAIN = "the product"
-    SILU_MUL = "silu(gate) * up of the product"
+    ACT_MUL = "act(gate) * up of the product"
     PARTIAL_SUMS = "the product's sums over each split of K"
 
 
@@ -53,7 +53,7 @@ class Product(NamedTuple):
         if self.plan is not None:
             sizes = ", ".join(f"{name} {value}" for name, value in self.plan._asdict().items())
             parts.append(f"its plan ({sizes}) {'was measured' if self.measured else 'is a rule of thumb'}")
-        if self.epilogue is Epilogue.SILU_MUL:
-            parts.append(f"silu(gate) * up is {'part of it' if self.joined else 'a kernel of its own'}")
+        if self.epilogue is Epilogue.ACT_MUL:
+            parts.append(f"act(gate) * up is {'part of it' if self.joined else 'a kernel of its own'}")
         sentences = f"{self.kernel.value}, because {self.why}", "; ".join(parts)
         return " ".join(f"{text[0].upper()}{text[1:]}." for text in sentences if text)

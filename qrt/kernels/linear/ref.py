@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from qrt.kernels.silu_mul.ref import silu_mul, silu_mul_int8
+from qrt.kernels.act_mul.ref import act_mul, act_mul_int8
 from qrt.quant.tokens import QuantizedTokens
 from qrt.quant.weight import WEIGHT_SCHEMES
 
@@ -41,18 +41,19 @@ def linear_int8_shares(codes: Tensor, token_scale: Tensor, weight: Sequence[Tens
     return linear_int8(codes, token_scale, weight, None, scheme, torch.float32)[None]
 
 
-def linear_silu(x: Tensor, weight: Sequence[Tensor], bias: Tensor | None, scheme: str) -> Tensor:
-    """Return silu(gate) * up of the product with x [T, K]: [T, N / 2] in x's dtype."""
-    return silu_mul(linear(x, weight, bias, scheme))
+def linear_act(x: Tensor, weight: Sequence[Tensor], bias: Tensor | None, scheme: str, act: str) -> Tensor:
+    """Return act(gate) * up of the product with x [T, K]: [T, N / 2] in x's dtype."""
+    return act_mul(linear(x, weight, bias, scheme), act)
 
 
-def linear_silu_int8(
+def linear_act_int8(
     codes: Tensor,
     token_scale: Tensor,
     weight: Sequence[Tensor],
     bias: Tensor | None,
     scheme: str,
     dtype: torch.dtype,
+    act: str,
 ) -> tuple[Tensor, Tensor]:
-    """Return silu(gate) * up of `linear_int8`, quantized: codes int8 [T, N / 2], scale fp32 [T]."""
-    return silu_mul_int8(linear_int8(codes, token_scale, weight, bias, scheme, dtype))
+    """Return act(gate) * up of `linear_int8`, quantized: codes int8 [T, N / 2], scale fp32 [T]."""
+    return act_mul_int8(linear_int8(codes, token_scale, weight, bias, scheme, dtype), act)

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from backends import COMPILED, GPU, PTX, PTX_SM
+from qrt.kernels.act_mul.kernel import act_mul
 from qrt.kernels.linear import choose, kernel, linear
 from qrt.kernels.linear import device as shared
 from qrt.kernels.linear.int8 import plans as int8_plans
@@ -21,7 +22,7 @@ from qrt.kernels.linear.tiles import dequantize_kernel, wide_kernel
 from qrt.kernels.linear.tiles import plans as tile_plans
 from qrt.kernels.linear.tiles.device import constants_of
 from qrt.kernels.linear.weight import MOST_SIZES, Weight, is_new, ready
-from qrt.kernels.silu_mul.kernel import silu_mul
+from qrt.layers.activations import ACTIVATIONS
 from qrt.quant import affine
 from qrt.quant.weight import WEIGHT_SCHEMES, WeightData
 from qrt.quant.weight.device import unit_of
@@ -175,7 +176,8 @@ GATED = [(4, False, HALF[0]), (4, True, HALF[1]), (8, False, HALF[0])]
     (64, 1, (2, 1, 4, 3)), (192, 8, (2, 1, 2, 3)), (128, 16, (2, 1, 4, 3)), (64, 30, (2, 1, 4, 3)),
     (100, 9, (2, 1, 4, 3)), (64, 5, (1, 1, 2, 3)), (64, 5, (2, 2, 4, 3)), (64, 70, None), (64, 0, None),
 ])  # fmt: skip
-def test_gate_and_up_in_one_kernel(device, monkeypatch, width, tokens, plan, bits, symmetric, dtype):
+@pytest.mark.parametrize("act", ["silu", "gelu_tanh"])
+def test_gate_and_up_in_one_kernel(device, monkeypatch, act, width, tokens, plan, bits, symmetric, dtype):
     """Bit for bit the operators one by one, whether a program holds both halves of its columns or not."""
     k, scheme, key = (
         320,
@@ -187,22 +189,23 @@ def test_gate_and_up_in_one_kernel(device, monkeypatch, width, tokens, plan, bit
     tensors = list(WEIGHT_SCHEMES[scheme].prepare(weight, device, dtype))
     x, bias = torch.randn(tokens, k, device=device).to(dtype), torch.randn(2 * width, device=device).to(dtype)
     for given in (None, bias):
-        got = kernel.linear_silu(x, tensors, given, scheme)
-        want = silu_mul(kernel.linear(x, tensors, given, scheme))
+        got = kernel.linear_act(x, tensors, given, scheme, act)
+        want = act_mul(kernel.linear(x, tensors, given, scheme), act)
         assert got.shape == (tokens, width) and got.dtype == dtype
         if GPU:
             assert torch.equal(got, want)
         else:  # the interpreter's sums depend on where a row stands in its block
             torch.testing.assert_close(got, want, rtol=4 * UNIT[dtype], atol=2**-20)
     if tokens:
-        check_operator("linear_silu", (x, tensors, bias, scheme))
+        check_operator("linear_act", (x, tensors, bias, scheme, act))
         exact = reference(x, weight, bias).unflatten(1, (2, -1))
-        definition = F.silu(exact[:, 0]) * exact[:, 1]
+        definition = ACTIVATIONS[act](exact[:, 0]) * exact[:, 1]
         assert relative(got, definition) < 8 * UNIT[dtype]
 
 
 @pytest.mark.gpu
-@pytest.mark.ptx(bits=[4], symmetric=[False], tokens=[40, 20, 130, 67])
+@pytest.mark.ptx(bits=[4], symmetric=[False], tokens=[40, 20, 130, 67], act=["silu"])
+@pytest.mark.ptx(bits=[4], symmetric=[False], tokens=[67], act=["gelu", "gelu_tanh"])
 @pytest.mark.usefixtures("copies", "small_gpu")
 @pytest.mark.parametrize("bits, symmetric, dtype", GATED)
 @pytest.mark.parametrize("width, tokens, plan", [
@@ -211,7 +214,8 @@ def test_gate_and_up_in_one_kernel(device, monkeypatch, width, tokens, plan, bit
     (64, 20, (32, 2, 1, 2, 2, 2, 1)), (64, 40, (64, 1, 1, 2, 2, 2)), (192, 40, (64, 4, 1, 2, 2, 2, 4)),
     (192, 67, (64, 2, 1, 2, 3, 2, 1, 1)), (192, 67, (64, 2, 1, 2, 2, 2, 2, 1)),
 ])  # fmt: skip
-def test_gate_and_up_by_groups(device, monkeypatch, width, tokens, plan, bits, symmetric, dtype):
+@pytest.mark.parametrize("act", ["silu", "gelu", "gelu_tanh", "relu2"])
+def test_gate_and_up_by_groups(device, monkeypatch, act, width, tokens, plan, bits, symmetric, dtype):
     """Bit for bit the operators one by one."""
     product = choose.Product(choose.Kernel.WIDE, "", tile_plans.WidePlan(*plan))
     monkeypatch.setattr(choose, "tile_plan", lambda *weight: product)
@@ -222,10 +226,10 @@ def test_gate_and_up_by_groups(device, monkeypatch, width, tokens, plan, bits, s
         torch.randn(2 * width, device=device).to(dtype),
     )
     for given in (None, bias):
-        want = silu_mul(kernel.linear(x, tensors, given, scheme))
+        want = act_mul(kernel.linear(x, tensors, given, scheme), act)
         with monkeypatch.context() as patch:
-            patch.delattr(kernel, "silu_mul")
-            assert torch.equal(kernel.linear_silu(x, tensors, given, scheme), want)
+            patch.delattr(kernel, "act_mul")
+            assert torch.equal(kernel.linear_act(x, tensors, given, scheme, act), want)
 
 
 @pytest.mark.parametrize("scheme", ["fp16", "w8a8"])
@@ -233,8 +237,9 @@ def test_gate_and_up_of_other_schemes(device, scheme):
     weight = WeightData(torch.randn(96, 64)) if scheme == "fp16" else random_weight(96, 64, 8, device=device)
     tensors = list(WEIGHT_SCHEMES[scheme].prepare(weight, device, torch.float32))
     x = torch.randn(3, 64, device=device)
-    want = silu_mul(kernel.linear(x, tensors, None, scheme))
-    assert want.shape == (3, 48) and torch.equal(kernel.linear_silu(x, tensors, None, scheme), want)
+    want = act_mul(kernel.linear(x, tensors, None, scheme), "gelu")
+    assert want.shape == (3, 48)
+    assert torch.equal(kernel.linear_act(x, tensors, None, scheme, "gelu"), want)
 
 
 @pytest.mark.ptx
@@ -251,15 +256,17 @@ def test_products_that_a_weight_keeps(device, scheme, bits):
     for x in (*inputs, inputs[0]):
         for args in ((None, scheme), (bias, scheme)):
             assert torch.equal(kernel.linear(x, weight, *args), kernel.linear(x, tensors, *args))
-            assert torch.equal(kernel.linear_silu(x, weight, *args), kernel.linear_silu(x, tensors, *args))
+            for act in ("silu", "relu"):
+                got, want = (kernel.linear_act(x, which, *args, act) for which in (weight, tensors))
+                assert torch.equal(got, want)
             if scheme == "w8a8":
                 tokens = quantize_tokens(x)[:2]
-                for multiply in (kernel.linear_int8, kernel.linear_silu_int8):
-                    got, want = (multiply(*tokens, which, *args, dtype) for which in (weight, tensors))
+                for multiply, act in ((kernel.linear_int8, ()), (kernel.linear_act_int8, ("silu",))):
+                    got, want = (multiply(*tokens, which, *args, dtype, *act) for which in (weight, tensors))
                     assert all(map(torch.equal, got, want))
     kept = {key[0] for key, product in weight.ready.items() if product}
     own_kernels = device.type == "cuda" and torch.cuda.get_device_capability()[0] == 9 or PTX and PTX_SM == 90
-    names = {"w8a8": {"linear", "int8", "silu int8"}, "fp16": set()}.get(scheme, {"linear", "silu"})
+    names = {"w8a8": {"linear", "int8", "act int8"}, "fp16": set()}.get(scheme, {"linear", "act"})
     assert kept == (names if own_kernels else set())
 
 

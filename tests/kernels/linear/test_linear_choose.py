@@ -36,28 +36,31 @@ def quantized(tokens, k=4096):
 @pytest.mark.parametrize("scheme", WEIGHT_SCHEMES)
 @pytest.mark.parametrize("k, n", [(4096, 6144), (576, 960), (4096, 128256)])
 def test_chosen_kernel_runs(monkeypatch, gpu, scheme, k, n):
-    """Whatever is chosen, `linear` and `linear_silu` launch it, and silu only where it is not joined."""
+    """Whatever is chosen, `linear` and `linear_act` launch it, and `act_mul` only where it is not joined."""
     launched, weight = fake_gpu(monkeypatch, **gpu), meta_weight(scheme, k, n)
     for tokens in (0, 1, 2, 16, 17, 64, 65, 300, 2048):
         x = inputs(tokens, k)
-        for epilogue, multiply in ((Epilogue.PLAIN, kernel.linear), (Epilogue.SILU_MUL, kernel.linear_silu)):
+        for epilogue, multiply, act in (
+            (Epilogue.PLAIN, kernel.linear, ()),
+            (Epilogue.ACT_MUL, kernel.linear_act, ("silu",)),
+        ):
             launched.clear()
-            multiply(x, list(weight), None, scheme)
+            multiply(x, list(weight), None, scheme, *act)
             chosen = choose.choose(WEIGHT_SCHEMES[scheme], x, weight, epilogue)
             wanted = set(LAUNCHED[chosen.kernel])
             if tokens and WEIGHT_SCHEMES[scheme].int8_tokens:
                 wanted.add("_quantize_tokens")
-            if tokens and epilogue is Epilogue.SILU_MUL and not chosen.joined:
-                wanted.add("_silu_mul")
+            if tokens and epilogue is Epilogue.ACT_MUL and not chosen.joined:
+                wanted.add("_act_mul")
             assert set(launched) == wanted, (tokens, chosen)
 
 
 @pytest.mark.parametrize("tokens", [1, 17, 300])
 def test_silu_of_int8_tokens_is_joined_as_chosen(monkeypatch, tokens):
     launched, weight, x = fake_gpu(monkeypatch), meta_weight("w8a8", 4096, 28672), quantized(tokens)
-    kernel.linear_silu_int8(x.codes, x.scale, weight, None, "w8a8", BF16)
-    chosen = choose.choose(WEIGHT_SCHEMES["w8a8"], x, weight, Epilogue.SILU_MUL)
-    last = "_quantize_tokens" if chosen.joined else "_silu_mul_int8"
+    kernel.linear_act_int8(x.codes, x.scale, weight, None, "w8a8", BF16, "silu")
+    chosen = choose.choose(WEIGHT_SCHEMES["w8a8"], x, weight, Epilogue.ACT_MUL)
+    last = "_quantize_tokens" if chosen.joined else "_act_mul_int8"
     assert set(launched) == {*LAUNCHED[chosen.kernel], last}
 
 
@@ -96,16 +99,16 @@ def test_measured_plan_is_taken_and_called_so(monkeypatch, scheme, key):
 def test_explanation_names_kernel_reason_and_epilogue(monkeypatch):
     fake_gpu(monkeypatch)
     weight = meta_weight("w4a16", 4096, 28672)
-    said = explain(inputs(300), weight, "w4a16", Epilogue.SILU_MUL)
+    said = explain(inputs(300), weight, "w4a16", Epilogue.ACT_MUL)
     assert Kernel.WIDE.value[1:] in said and "fastest for this shape" in said and "part of it" in said
-    assert "a kernel of its own" in explain(inputs(4), weight, "w4a16", Epilogue.SILU_MUL)
+    assert "a kernel of its own" in explain(inputs(4), weight, "w4a16", Epilogue.ACT_MUL)
 
 
 def test_int8_scheme_is_explained_for_tokens_that_are_quantized(monkeypatch):
     fake_gpu(monkeypatch)
     weight = meta_weight("w8a8", 4096, 28672)
-    wanted = choose.choose(WEIGHT_SCHEMES["w8a8"], quantized(300), weight, Epilogue.SILU_MUL)
-    assert explain(inputs(300), weight, "w8a8", Epilogue.SILU_MUL) == wanted.explain() and wanted.joined
+    wanted = choose.choose(WEIGHT_SCHEMES["w8a8"], quantized(300), weight, Epilogue.ACT_MUL)
+    assert explain(inputs(300), weight, "w8a8", Epilogue.ACT_MUL) == wanted.explain() and wanted.joined
 
 
 @pytest.mark.parametrize("scheme, dtype, said", [

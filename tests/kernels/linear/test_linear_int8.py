@@ -6,11 +6,11 @@ from linear_truth import HALF, UNIT, assert_rounded_once, triton_linear
 from operators import check_operator
 
 from backends import COMPILED, GPU
+from qrt.kernels.act_mul.kernel import act_mul_int8
 from qrt.kernels.gpu import is_hopper
 from qrt.kernels.linear import choose, kernel, ref
 from qrt.kernels.linear.int8 import plans as int8_plans
 from qrt.kernels.linear.int8.quantize_kernel import quantize_tokens
-from qrt.kernels.silu_mul.kernel import silu_mul_int8
 from qrt.quant import affine
 from qrt.quant.tokens import QuantizedTokens
 from qrt.quant.weight import WEIGHT_SCHEMES
@@ -98,17 +98,18 @@ def test_gate_and_up_in_one_kernel(device, monkeypatch, width, tokens, plan, dty
     tensors = list(WEIGHT_SCHEMES["w8a8"].prepare(weight, device, dtype))
     bias = torch.randn(2 * width, device=device).to(dtype)
     codes, scale, _ = quantize_tokens(torch.randn(tokens, k, device=device).to(dtype) * 5)
-    arguments = (codes, scale, tensors, bias, "w8a8", dtype)
-    got, want = kernel.linear_silu_int8(*arguments), silu_mul_int8(kernel.linear_int8(*arguments))
+    arguments, act = (codes, scale, tensors, bias, "w8a8", dtype), "silu" if width == 64 else "gelu_tanh"
+    got = kernel.linear_act_int8(*arguments, act)
+    want = act_mul_int8(kernel.linear_int8(*arguments), act)
     assert got[0].shape == (tokens, width) and got[0].dtype == torch.int8
     assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
     if dtype == torch.float32 and not COMPILED:  # where nothing is rounded between the operators
-        near = ref.linear_silu_int8(*arguments)
+        near = ref.linear_act_int8(*arguments, act)
         assert (got[0].int() - near[0].int()).abs().le(1).all()
         torch.testing.assert_close(got[1], near[1], rtol=1e-5, atol=0)
     assert tokens == 0 or got[0].abs().amax(1).eq(127).all()
     if tokens:
-        check_operator("linear_silu_int8", arguments)
+        check_operator("linear_act_int8", (*arguments, act))
 
 
 @pytest.mark.parametrize("tokens", [1, 17, 70])

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from qrt.arch import Arch
+from qrt.kernels.act_mul import act_mul, act_mul_int8
 from qrt.kernels.rmsnorm import add_rmsnorm, add_rmsnorm_int8
-from qrt.kernels.silu_mul import silu_mul, silu_mul_int8
 from qrt_eval.speed.kernels.row import Row
 from qrt_eval.speed.kernels.timer import Rates, activation_dtype, copies, microseconds
 
@@ -24,14 +24,14 @@ def rows(config: Arch, tokens: Sequence[int], rates: Rates, device: torch.device
         x = torch.randn(count, hidden, device=device, dtype=dtype)
         wide = torch.randn(count, 2 * inner, device=device, dtype=dtype)
         pairs = [(x.clone(), x.clone(), weight, 1e-5) for _ in range(copies(4 * x.nbytes))]
-        several = [(wide.clone(),) for _ in range(copies(wide.nbytes * 3 // 2))]
+        several = [(wide.clone(), "silu") for _ in range(copies(wide.nbytes * 3 // 2))]
         row = partial(_row, at=f"T={count}", rates=rates)
         yield row("rmsnorm", "add + norm", add_rmsnorm, pairs, 4 * x.nbytes)  # reads both and writes both
         codes = x.numel() + 4 * count
         yield row("rmsnorm", "add + norm -> int8", add_rmsnorm_int8, pairs, 3 * x.nbytes + codes)
-        yield row("silu_mul", "silu * up", silu_mul, several, wide.nbytes * 3 // 2)
+        yield row("silu_mul", "silu * up", act_mul, several, wide.nbytes * 3 // 2)
         codes = wide.numel() // 2 + 4 * count
-        yield row("silu_mul", "silu * up -> int8", silu_mul_int8, several, wide.nbytes + codes)
+        yield row("silu_mul", "silu * up -> int8", act_mul_int8, several, wide.nbytes + codes)
 
 
 def _row(

@@ -56,7 +56,7 @@ class Trial(NamedTuple):
     n: int
     width: int
     plan: Plan | None  # None: dequantize and multiply in 16 bits
-    gated: bool = False  # gate and up together, run with silu_mul
+    gated: bool = False  # gate and up together, run with act_mul
 
     @property
     def key(self) -> str:
@@ -112,7 +112,7 @@ def _fused_plans(width: int, blocks: int, tiles: int, gated: bool) -> Iterator[F
     splits = sorted({tile_plans.even_splits(s, tiles) for s in around if s})
     sizes = product((1,), splits, (2, 4) if width <= 16 else (4,), (3, 4) if width == 8 else (3,))
     yield from starmap(FusedPlan, sizes)
-    if gated and width <= 32 and blocks % 2 == 0:  # one program computes gate, up and silu_mul of its columns
+    if gated and width <= 32 and blocks % 2 == 0:  # one program computes gate, up and act_mul of its columns
         # not 3 stages for few tokens: three programs would fit an SM, and crowd the first free ones
         yield FusedPlan(2, 1, 4, 4 if width <= 16 else 3)
 

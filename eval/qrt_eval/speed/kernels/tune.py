@@ -28,7 +28,7 @@ from tqdm import tqdm
 from qrt.arch import Arch
 from qrt.errors import ConfigError
 from qrt.kernels import tuned
-from qrt.kernels.linear import linear, linear_silu, linear_silu_int8
+from qrt.kernels.linear import linear, linear_act, linear_act_int8
 from qrt.kernels.linear.int8.quantize_kernel import quantize_tokens
 from qrt.layers.linear import Linear
 from qrt.quant.digits import MOST_TOKENS
@@ -132,11 +132,11 @@ def _calls(trial: Trial, weights: Sequence[Linear]) -> tuple[Callable[..., objec
     dtype = torch.float16 if by_digits else torch.bfloat16
     x = torch.randn(tokens, trial.k, device=weights[0].tensors[0].device, dtype=dtype)
     if not trial.gated or not in_int8(trial.scheme):
-        operator = linear_silu if trial.gated else linear
-        return operator, [(x, list(own.tensors), None, trial.scheme) for own in weights]
+        operator, act = (linear_act, ("silu",)) if trial.gated else (linear, ())
+        return operator, [(x, list(own.tensors), None, trial.scheme, *act) for own in weights]
     codes, scale, dtype = quantize_tokens(x)
     tensors = [list(own.tensors) for own in weights]  # the tensors of a Linear would keep their first plan
-    return linear_silu_int8, [(codes, scale, own, None, trial.scheme, dtype) for own in tensors]
+    return linear_act_int8, [(codes, scale, own, None, trial.scheme, dtype, "silu") for own in tensors]
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 Y.T = B [N, K] @ A [M, K].T. The copy engine (TMA) brings both operands to shared memory some stages ahead of
 the wgmma that reads them. Sums are exact in int32; scales and bias follow in fp32. Where B stacks a gate over
-its up, a block can hold as many rows of both, and only silu(gate) * up is written.
+its up, a block can hold as many rows of both, and only act(gate) * up is written.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from qrt.kernels.act_mul.kernel import act_times
 from qrt.kernels.gpu import is_hopper, multiprocessors
 from qrt.kernels.launch import variant
 from qrt.kernels.linear.device import aligned, of_tokens, of_weight, store_block, sum_splits
 from qrt.kernels.linear.int8.plans import HopperPlan
 from qrt.kernels.linear.shared.device import in_panels, split_evenly
 from qrt.kernels.linear.weight import Prepared
-from qrt.kernels.silu_mul.kernel import silu_times
 from qrt.kernels.sizes import cdiv
 from qrt.quant.tokens import QuantizedTokens
 
@@ -44,7 +44,7 @@ def _hopper_int8(
     a_desc, b_desc, TOKEN_SCALES, SCALES, BIAS, Y, PARTS, ARRIVALS, M, N, steps_of_k, share,
     BIASED: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, PANEL: gl.constexpr,
     SPLIT: gl.constexpr, SHARES: gl.constexpr, STAGES: gl.constexpr, HALVES: gl.constexpr,
-    PERSISTENT: gl.constexpr, num_warps: gl.constexpr,
+    PERSISTENT: gl.constexpr, ACT: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Multiply BN outputs by BM tokens over a grid (cdiv(M, BM) * cdiv(N, BN), splits).
 
@@ -82,7 +82,7 @@ def _hopper_int8(
             next_token, next_output = _place_of(after, M, N, BM, BN, ROWS, PANEL)
             follows = next_token, next_output, after < blocks
             acc = _multiply(operands, token, output, first, steps, done, follows, STAGES, True, MMA)
-            _store(acc, TOKEN_SCALES, SCALES, BIAS, Y, output, token, M, N, BIASED, HALVES, num_warps)
+            _store(acc, TOKEN_SCALES, SCALES, BIAS, Y, output, token, M, N, BIASED, HALVES, ACT, num_warps)
             block, token, output, done = after, next_token, next_output, done + steps
     else:
         acc = _multiply(operands, token, output, first, steps, 0, (token, output, False), STAGES, False, MMA)
@@ -90,7 +90,7 @@ def _hopper_int8(
         if SPLIT and not SHARES:
             acc, last = sum_splits(acc, PARTS, ARRIVALS, block, MMA)
         if last:
-            _store(acc, TOKEN_SCALES, SCALES, BIAS, Y, output, token, M, N, BIASED, HALVES, num_warps)
+            _store(acc, TOKEN_SCALES, SCALES, BIAS, Y, output, token, M, N, BIASED, HALVES, ACT, num_warps)
 
 
 @gluon.jit
@@ -142,7 +142,7 @@ def _multiply(
 @gluon.jit
 def _store(
     acc, TOKEN_SCALES, SCALES, BIAS, Y, output, token, M, N, BIASED: gl.constexpr, HALVES: gl.constexpr,
-    num_warps: gl.constexpr,
+    ACT: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Scale the sums of a block, int32 [BN, BM], and store them."""
     ROWS: gl.constexpr = acc.shape[0] // HALVES
@@ -158,7 +158,7 @@ def _store(
     y = y.to(Y.dtype.element_ty)
     if HALVES == 2:
         gate, up = gl.split(y.reshape([2, ROWS, acc.shape[1]]).permute((1, 2, 0)))
-        y = silu_times(gate, up, True)
+        y = act_times(gate, up, ACT, True)
     _store_pieces(y, Y, output, token, M, N // HALVES, num_warps)
 
 
@@ -194,17 +194,17 @@ def fits(x: Tensor) -> bool:
 
 
 def hopper_product(
-    x: QuantizedTokens, weight: Sequence[Tensor], bias: Tensor | None, plan: HopperPlan, gated: bool,
+    x: QuantizedTokens, weight: Sequence[Tensor], bias: Tensor | None, plan: HopperPlan, act: str | None,
     shares: bool = False,
 ) -> Prepared:  # fmt: skip
     """Return the product of x and bias, for all that are as x and bias.
 
-    [T, N] = x @ codes.T scaled, plus bias; x `fits`, the weight lies as in `Layout.INT8_ROWS`. If gated, by a
-    plan that `gates`, it is silu(gate) * up of that, [T, N / 2]. With `shares` it is the sum of each split,
+    [T, N] = x @ codes.T scaled, plus bias; x `fits`, the weight lies as in `Layout.INT8_ROWS`. With `act`, by
+    a plan that `gates`, it is act(gate) * up of that, [T, N / 2]. With `shares` it is the sum of each split,
     fp32 [S, T, N]. All that does not depend on addresses is worked out here, once.
     """
     codes, scale, arrivals = weight
-    (tokens, k), n, halves = x.codes.shape, codes.shape[0], 2 if gated else 1
+    (tokens, k), n, halves = x.codes.shape, codes.shape[0], 2 if act else 1
     outputs = cdiv(tokens, plan.tokens) * cdiv(n, plan.outputs)
     steps = cdiv(k, INPUTS)
     share, splits = split_evenly(steps, plan.splits, outputs, arrivals.shape[0])
@@ -214,7 +214,7 @@ def hopper_product(
     kernel = variant(
         _hopper_int8, BIASED=bias is not None, BM=plan.tokens, BN=plan.outputs, BK=INPUTS, PANEL=PANEL,
         SPLIT=splits > 1, SHARES=shares, STAGES=plan.stages, HALVES=halves, PERSISTENT=persistent,
-        num_warps=min(8, plan.outputs // (16 * halves)), launch_pdl=True,
+        ACT=act, num_warps=min(8, plan.outputs // (16 * halves)), launch_pdl=True,
     )  # fmt: skip
     rows = halves, plan.outputs // halves, INPUTS
     of_codes = of_weight(codes, (halves, n // halves, k), torch.int8, rows, SWIZZLED[3])

@@ -27,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from qrt.kernels.act_mul.kernel import act_times
 from qrt.kernels.gpu import is_hopper, multiprocessors
 from qrt.kernels.launch import variant
 from qrt.kernels.linear.device import (
@@ -41,7 +42,6 @@ from qrt.kernels.linear.device import (
 )
 from qrt.kernels.linear.tiles.digits_tile_kernel import codes_of, fetch, high_and_low, scaled
 from qrt.kernels.linear.tiles.make_digits_kernel import make_digits
-from qrt.kernels.silu_mul.kernel import silu_times
 from qrt.kernels.sizes import cdiv
 from qrt.quant.device import digits_of, larger
 from qrt.quant.digits import GROUP, MOST_TOKENS, Digits, room_for
@@ -56,15 +56,15 @@ _BY_ROW = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
 def _digits_product(
     x_desc, fact_desc, w_desc, scale_desc, zero_desc, BIAS, Y, FACTS, PARTS, ARRIVALS, M, N, tiles, share,
     SCALE: gl.constexpr, ASYMMETRIC: gl.constexpr, RUNS: gl.constexpr, BM: gl.constexpr,
-    BLOCKS: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
-    num_warps: gl.constexpr,
+    BLOCKS: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr, ACT: gl.constexpr,
+    REGISTERS: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Multiply over a grid (row blocks / BLOCKS, S): Y [S, M, N], the sums of `share` tiles of K each.
 
     A tile has RUNS groups of digits. With PARTS [row blocks, S, 64, BM] the sums are added: Y [M, N]. BIAS
     [N], if any, is added too.
 
-    With two HALVES, half of the blocks are the gate and half the up of the same columns. silu(gate) * up [M,
+    With two HALVES, half of the blocks are the gate and half the up of the same columns. ACT(gate) * up [M,
     N / 2] goes to Y and FACTS as `Digits`; four blocks make a group of them. A warp group has gate and up of
     half of its columns.
     """
@@ -93,8 +93,8 @@ def _digits_product(
     copies = (ring, x_desc, fact_desc, w_desc, scale_desc, zero_desc, block, first, steps)
     gl.warp_specialize(
         [
-            (_multiply, (work, 0, SCALE, ASYMMETRIC, RUNS, BM, BLOCKS, HALVES, STAGES)),
-            (_multiply, (work, 1, SCALE, ASYMMETRIC, RUNS, BM, BLOCKS, HALVES, STAGES)),
+            (_multiply, (work, 0, SCALE, ASYMMETRIC, RUNS, BM, BLOCKS, HALVES, STAGES, ACT)),
+            (_multiply, (work, 1, SCALE, ASYMMETRIC, RUNS, BM, BLOCKS, HALVES, STAGES, ACT)),
             (fetch, (copies, ASYMMETRIC, RUNS, BM, BLOCKS, HALVES, STAGES)),
         ],
         [4, 1],
@@ -105,7 +105,7 @@ def _digits_product(
 @gluon.jit
 def _multiply(
     work, GROUP: gl.constexpr, SCALE: gl.constexpr, ASYMMETRIC: gl.constexpr, RUNS: gl.constexpr,
-    BM: gl.constexpr, BLOCKS: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr,
+    BM: gl.constexpr, BLOCKS: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr, ACT: gl.constexpr,
 ):  # fmt: skip
     """Multiply the tiles as they come, and write the sum.
 
@@ -150,8 +150,8 @@ def _multiply(
 
     if HALVES == 2:  # rows r and r + ROWS / 2 are in one thread
         gate, up = gl.split(acc.to(gl.bfloat16).reshape([2, ROWS // 2, BM]).permute((1, 2, 0)))
-        silu = silu_times(gate, up, True).to(gl.float32)
-        _store_digits(silu, met, Y, FACTS, block // 2, N // 256, GROUP, BM)
+        active = act_times(gate, up, ACT, True).to(gl.float32)
+        _store_digits(active, met, Y, FACTS, block // 2, N // 256, GROUP, BM)
     elif GROUP == 1:
         met.store(acc)
         both_are_here()
@@ -282,27 +282,28 @@ def _share(x: Digits, weight: TiledWeight) -> int:
     return cdiv(tiles, max(1, most))
 
 
-def gated_digits_product(x: Digits, weight: TiledWeight, bits: int) -> Digits:
-    """Return silu(gate) * up of x @ W.T, [T, N / 2], rounded as in bf16."""
+def gated_digits_product(x: Digits, weight: TiledWeight, bits: int, act: str) -> Digits:
+    """Return act(gate) * up of x @ W.T, [T, N / 2], rounded as in bf16."""
     y = Digits.empty(x.tokens, weight.out_features // 2, x.codes.shape[2], x.codes.device)
-    _launch(x, weight, bits, _GATED, weight.packed.shape[1], y.codes, y.facts)
+    _launch(x, weight, bits, _GATED, weight.packed.shape[1], y.codes, y.facts, act=act)
     return y
 
 
 def _launch(
     x: Digits, weight: TiledWeight, bits: int, plan: _Plan, share: int, y: Tensor,
     facts: Tensor | None = None, bias: Tensor | None = None, parts: Tensor | None = None,
+    act: str | None = None,
 ) -> None:  # fmt: skip
     """Launch `_digits_product` with `share` tiles of K a program.
 
-    y is [S, T, N], or [T, N] if a share is all of K or `parts` is there to add shares up. With `facts` it
-    takes the codes of Digits.
+    y is [S, T, N], or [T, N] if a share is all of K or `parts` is there to add shares up. With `act`
+    and `facts` it takes the codes of Digits.
     """
     (blocks, tiles), room, runs = weight.packed.shape[:2], x.codes.shape[2], 8 // bits
-    halves = 1 if facts is None else 2
+    halves = 2 if act else 1
     kernel = variant(
         _digits_product, SCALE=DTYPES[weight.scale.dtype], ASYMMETRIC=weight.zero.numel() > 0, RUNS=runs,
-        BM=room, BLOCKS=plan.blocks, HALVES=halves, STAGES=plan.stages, REGISTERS=plan.of_second,
+        BM=room, BLOCKS=plan.blocks, HALVES=halves, STAGES=plan.stages, ACT=act, REGISTERS=plan.of_second,
         num_warps=4, maxnreg=plan.registers, launch_pdl=True,
     )  # fmt: skip
     kernel.launch(

@@ -15,12 +15,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from qrt.kernels.act_mul.kernel import act_times
 from qrt.kernels.gpu import overlaps, shared_bytes
 from qrt.kernels.launch import COMPILED, variant
 from qrt.kernels.linear.shared.device import sum_splits
 from qrt.kernels.linear.tiles.device import TL, TileConstants, scale_of_run, zero_of_run
 from qrt.kernels.linear.tiles.plans import FusedPlan, width_of
-from qrt.kernels.silu_mul.kernel import silu_times
 from qrt.quant.weight.device import unit_of
 from qrt.quant.weight.tiles import TiledWeight
 
@@ -33,7 +33,7 @@ def _fused(  # noqa: C901 -- its branches are constants
     K: tl.constexpr, ROWS: tl.constexpr, J: tl.constexpr, PLANES: tl.constexpr, RUNS: tl.constexpr,
     SCALE: tl.constexpr, ASYMMETRIC: tl.constexpr, UNPACK: tl.constexpr, ASM: tl.constexpr,
     DOT: tl.constexpr, BIASED: tl.constexpr, BM: tl.constexpr, BLOCKS: tl.constexpr, HALVES: tl.constexpr,
-    SPLITS: tl.constexpr, STAGES: tl.constexpr, launch_pdl: tl.constexpr,
+    SPLITS: tl.constexpr, STAGES: tl.constexpr, ACT: tl.constexpr, launch_pdl: tl.constexpr,
 ):  # fmt: skip
     """Multiply over a grid (row blocks / BLOCKS, SPLITS): Y [M, N] = X [M, K] @ W.T, M <= BM.
 
@@ -98,18 +98,18 @@ def _fused(  # noqa: C901 -- its branches are constants
         if HALVES > 1:  # rows r and r + 64 are in one thread
             gate, up = tl.split(tl.permute(tl.reshape(y, (HALVES, ROWS, BM)), (1, 2, 0)))
             at = tokens[None, :] * (N // 2) + (block * ROWS + tl.arange(0, ROWS))[:, None]
-            tl.store(Y + at, silu_times(gate, up, ASM), mask=tl.broadcast_to(live, (ROWS, BM)))
+            tl.store(Y + at, act_times(gate, up, ACT, ASM), mask=tl.broadcast_to(live, (ROWS, BM)))
         else:
             tl.store(Y + tokens[None, :] * N + n[:, None], y, mask=inside)
 
 
 def fused_gemm(
     x: Tensor, weight: TiledWeight, bias: Tensor | None, y: Tensor, constants: TileConstants,
-    chosen: FusedPlan, gated: bool = False,
+    chosen: FusedPlan, act: str | None = None,
 ) -> None:  # fmt: skip
     """Compute y [T, N] = x [T, K] @ W.T + bias for a few tokens.
 
-    If gated, by a plan that `gates`, y [T, N / 2] is silu(gate) * up of it.
+    With `act`, by a plan that `gates`, y [T, N / 2] is act(gate) * up of it.
     """
     (tokens, k), n = x.shape, weight.out_features
     blocks, _, rows, words = weight.packed.shape
@@ -120,9 +120,9 @@ def fused_gemm(
         parts = torch.empty(chosen.splits * n * tokens, dtype=torch.float32, device=x.device)
     kernel = variant(
         _fused, K=k, DOT=_dot_type(x), BIASED=bias is not None, BM=width, BLOCKS=chosen.blocks,
-        HALVES=2 if gated else 1, SPLITS=chosen.splits,
-        STAGES=_stages(x.device, stage_bytes, chosen.stages), num_warps=chosen.warps, **constants._asdict(),
-        launch_pdl=overlaps(x.device),
+        HALVES=2 if act else 1, SPLITS=chosen.splits,
+        STAGES=_stages(x.device, stage_bytes, chosen.stages), ACT=act, num_warps=chosen.warps,
+        **constants._asdict(), launch_pdl=overlaps(x.device),
     )  # fmt: skip
     kernel.launch(
         (blocks // chosen.blocks, chosen.splits), x, weight.packed, weight.scale.view(torch.int32),

@@ -32,6 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from qrt.kernels.act_mul.kernel import act_times
 from qrt.kernels.gpu import is_hopper, multiprocessors
 from qrt.kernels.launch import Variant, variant
 from qrt.kernels.linear.device import (
@@ -47,7 +48,6 @@ from qrt.kernels.linear.shared.device import in_panels, split_evenly
 from qrt.kernels.linear.tiles.device import TileConstants
 from qrt.kernels.linear.tiles.plans import WidePlan, registers
 from qrt.kernels.linear.tiles.wide_tile_kernel import fetch_w, fetch_x, first_row, tile_of, weights_of
-from qrt.kernels.silu_mul.kernel import silu_times
 from qrt.kernels.sizes import cdiv
 from qrt.quant.weight.device import unit_of
 from qrt.quant.weight.tiles import TiledWeight
@@ -72,6 +72,7 @@ class _Sizes:
     TURNS: bool
     SPLIT: bool
     HALVES: int
+    ACT: str | None  # where there are two halves
     XP: int
     XS: int
     WS: int
@@ -103,7 +104,7 @@ def _wide(
     """Multiply over a grid (token blocks * cdiv(row blocks, GROUPS * BN), splits).
 
     Each of GROUPS of 4 * BN warps multiplies BN row blocks by BM tokens, `share` tiles of K. With two HALVES
-    a group has as many rows of the gate as of the up of the same columns, and silu(gate) * up [M, N / 2] goes
+    a group has as many rows of the gate as of the up of the same columns, and ACT(gate) * up [M, N / 2] goes
     to Y. If TURNS, two groups have one row block, and every other tile each. If PERSISTENT, fewer programs,
     without splits, take these `blocks` in turn.
 
@@ -258,7 +259,7 @@ def _multiply(  # noqa: C901 -- its branches are constants
 
 @gluon.jit
 def _store(acc, BIAS, Y, first, token, M, N, S: gl.constexpr):
-    """Store the sums float32 [ROWS, BM] of a group, or with two halves silu(gate) * up of them."""
+    """Store the sums float32 [ROWS, BM] of a group, or with two halves ACT(gate) * up of them."""
     if S.BIASED:
         row = gl.arange(0, S.ROWS, layout=gl.SliceLayout(1, acc.type.layout))
         n, half = first + row, 0
@@ -269,7 +270,7 @@ def _store(acc, BIAS, Y, first, token, M, N, S: gl.constexpr):
     y = acc.to(S.DOT)
     if S.HALVES == 2:
         gate, up = gl.split(y.reshape([S.ROWS // 16, 2, 8, S.BM]).permute((0, 2, 3, 1)))
-        y = silu_times(gate, up, True).reshape([S.ROWS // 2, S.BM])
+        y = act_times(gate, up, S.ACT, True).reshape([S.ROWS // 2, S.BM])
     store_block(Y, y, first, token, M, N // S.HALVES, 4 * S.BN)
 
 
@@ -279,24 +280,27 @@ def fits(x: Tensor, weight: TiledWeight) -> bool:
 
 
 def wide_product(
-    x: Tensor, weight: TiledWeight, bias: Tensor | None, constants: TileConstants, plan: WidePlan, gated: bool
+    x: Tensor,
+    weight: TiledWeight,
+    bias: Tensor | None,
+    constants: TileConstants,
+    plan: WidePlan,
+    act: str | None,
 ) -> Callable[[Tensor, Tensor | None, Tensor], None]:
     """Return what computes y from x, bias and y, for all that are as x and bias.
 
-    y [T, N] = x [T, K] @ W.T + bias; x is contiguous and `fits`. If gated, y [T, N / 2] is silu(gate) * up of
-    it, for a plan that `gates` and halves of whole row blocks. All that does not depend on addresses is
+    y [T, N] = x [T, K] @ W.T + bias; x is contiguous and `fits`. With `act`, y [T, N / 2] is act(gate) * up
+    of it, for a plan that `gates` and halves of whole row blocks. All that does not depend on addresses is
     worked out here, once.
     """
     blocks, tiles, rows, words = weight.packed.shape
     outputs = cdiv(x.shape[0], plan.tokens) * cdiv(blocks, plan.blocks)
     share, splits = split_evenly(tiles, plan.splits, outputs, weight.out_features)
     room = outputs * splits * plan.tokens * plan.blocks * rows if splits > 1 else 0
-    each, halves = plan.group_blocks, 2 if gated else 1
+    each, halves = plan.group_blocks, 2 if act else 1
     persistent = plan.persistent > 0 and splits == 1
     programs = min(plan.persistent * multiprocessors(x.device), outputs) if persistent else outputs
-    kernel = _variant(
-        plan, constants, DTYPES[x.dtype], bias is not None, splits > 1, halves, persistent, PANEL
-    )
+    kernel = _variant(plan, constants, DTYPES[x.dtype], bias is not None, splits > 1, act, persistent, PANEL)
     descriptors = of_tiles(weight, each, halves)
     others = weight.arrivals, x.shape[0], weight.out_features, outputs, tiles, share
 
@@ -310,13 +314,13 @@ def wide_product(
 
 @cache
 def _variant(
-    plan: WidePlan, constants: TileConstants, dot: Any, biased: bool, split: bool, halves: int,
+    plan: WidePlan, constants: TileConstants, dot: Any, biased: bool, split: bool, act: str | None,
     persistent: bool, panel: int,
 ) -> Variant:  # fmt: skip
     sizes = _Sizes(
         constants.J, constants.PLANES, constants.RUNS, constants.SCALE, constants.ASYMMETRIC, dot, biased,
-        plan.tokens, plan.group_blocks, plan.groups, plan.turns, split, halves, plan.x_planes, plan.x_stages,
-        plan.w_stages, persistent, panel,
+        plan.tokens, plan.group_blocks, plan.groups, plan.turns, split, 2 if act else 1, act, plan.x_planes,
+        plan.x_stages, plan.w_stages, persistent, panel,
     )  # fmt: skip
     (of_all, of_group), others, warps = registers(plan), plan.groups - 1, 4 * plan.group_blocks
     return variant(
