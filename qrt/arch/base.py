@@ -19,13 +19,15 @@ from qrt.errors import CheckpointError, UnsupportedError
 class Smooth:
     """Channel scales that move without changing the function: `source` output / s, `readers` input * s.
 
-    Names are relative to a decoder layer. `source` is a norm, or a projection whose output the readers read.
-    `routers` read it too; they are never quantized, but take the scales.
+    Names are relative to a decoder layer. `source` is a norm, or a projection whose output the readers read:
+    the rows of its `part`, "v" or "up", where it stacks several. `routers` read it too; they are never
+    quantized, but take the scales.
     """
 
     source: str
     readers: tuple[str, ...]
     routers: tuple[str, ...] = ()
+    part: str | None = None
 
 
 @dataclass(frozen=True)
@@ -240,17 +242,41 @@ class Arch:
 
     @property
     def smooth(self) -> tuple[Smooth, ...]:
-        """The pairs whose channel scales move between them without changing the function."""
-        names, (_, (*qkv,)), (_, (*gate_up,)) = self.names, self.fuse[0], self.fuse[2]
-        assert names.attention_in is not None and names.mlp_in is not None, self.name
-        heads = Smooth(names.attention_in, tuple(qkv)), Smooth(names.v, (names.o,))
-        if self.experts is None:
-            return *heads, Smooth(names.mlp_in, tuple(gate_up)), Smooth(names.up, (names.down,))
-        pairs = [Smooth(up, (down,)) for _, up, down in self._each_expert]
-        if self.experts.shared is not None:
-            gate, up, down = self._shared_parts
-            gate_up, pairs = [*gate_up, gate, up], [*pairs, Smooth(up, (down,))]
-        return *heads, Smooth(names.mlp_in, tuple(gate_up), self.experts.routers), *pairs
+        """The pairs whose channel scales move between them without changing the function.
+
+        Scales that are powers of two change it in no bit. Norms that store their weight less one would round
+        it, and clipped values and activations that are not linear in their input do not keep a scale.
+        """
+        names = self.names
+        pairs = []
+        if self.norm.kind != "unit" and not self.norm.plus:
+            readers: dict[str, list[str]] = {}
+            for reader, norm in self.readers.items():
+                if norm is not None:
+                    readers.setdefault(norm, []).append(reader)
+            routers = {names.mlp_in: self.routers}
+            pairs = [Smooth(norm, tuple(own), routers.get(norm, ())) for norm, own in readers.items()]
+        if self.clip is None:
+            whole = self.qkv == "parts"
+            pairs.append(Smooth(names.v if whole else names.qkv, (names.o,), part=None if whole else "v"))
+        if self.experts is not None:
+            pairs += [Smooth(up, (down,)) for _, up, down in self._each_expert]
+            if self.experts.shared is not None:
+                _, up, down = self._shared_parts
+                pairs.append(Smooth(up, (down,)))
+        elif self.gate_up == "stacked":
+            pairs.append(Smooth(names.gate_up, (names.down,), part="up"))
+        elif self.gate_up == "parts" or self.act == "relu":
+            pairs.append(Smooth(names.up, (names.down,)))
+        return tuple(pairs)
+
+    @property
+    def readers(self) -> dict[str, str | None]:
+        """The projections that read the stream, and the norm through which they do, or None."""
+        (_, qkv), _, (_, inner), *_ = self.fuse
+        shared = self._shared_parts[:2] if self.experts is not None and self.experts.shared else ()
+        found: dict[str, str | None] = dict.fromkeys(qkv, self.names.attention_in)
+        return found | dict.fromkeys((*inner, *shared), self.names.mlp_in)
 
     @property
     def _each_expert(self) -> list[tuple[str, ...]]:

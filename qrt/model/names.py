@@ -36,7 +36,7 @@ def place_names(arch: Arch, stored: Collection[str]) -> Arch:
 
 def check_names(arch: Arch, checkpoint: Checkpoint) -> None:
     """Check that every module and bias which the config asks for is there, and nothing else."""
-    wanted, biases = set(_modules(arch)), set(_biases(arch))
+    wanted, biases = set(modules(arch)), set(_biases(arch))
     names = [name for name in checkpoint.names() if not is_unread(name)]
     if arch.ignored:
         names = [name for name in names if not name.startswith(arch.ignored)]
@@ -59,7 +59,7 @@ def check_names(arch: Arch, checkpoint: Checkpoint) -> None:
         )
 
 
-def _modules(arch: Arch) -> Iterator[str]:
+def modules(arch: Arch) -> Iterator[str]:
     """Names of every module of the checkpoint that holds a weight."""
     names = arch.names
     for index in range(arch.num_layers):

@@ -63,6 +63,16 @@ def stacks(arch: Arch, index: int) -> dict[str, Stack]:
     }  # fmt: skip
 
 
+def part_rows(arch: Arch, part: str) -> Tensor:
+    """Return the rows of `part`, "v" or "up", in the stacked Linear that holds it, int64 [N]."""
+    if part == "up":
+        return torch.arange(arch.intermediate_size, 2 * arch.intermediate_size)
+    rows = torch.arange((arch.num_heads + 2 * arch.num_kv_heads) * arch.head_dim).view(-1, arch.head_dim)
+    if arch.qkv == "grouped":
+        return rows.view(arch.num_kv_heads, -1, arch.head_dim)[:, -1].flatten()
+    return rows[-arch.num_kv_heads :].flatten()
+
+
 def head_channels(arch: Arch, index: int) -> Tensor | None:
     """Return the channel that goes to each place of q's and k's heads in layer `index`; None: as they are."""
     key = arch.layers[index].rope

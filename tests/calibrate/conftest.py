@@ -5,22 +5,9 @@ import inspect
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from qrt_calibrate.text.text import read_texts
-from tiny_models import random_checkpoint
-
-
-def save_tokenizer(folder):
-    """A byte-level tokenizer of 256 bytes, <s> and </s>."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {token: index for index, token in enumerate([*alphabet, "<s>", "</s>"])}
-    tokenizer = Tokenizer(models.BPE(vocab, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
-    wrapped.save_pretrained(folder)
+from tiny_models import random_checkpoint, save_tokenizer
 
 
 @pytest.fixture(scope="session")

@@ -110,7 +110,7 @@ def test_folds_reach_every_expert_and_the_router(mixture):
     checkpoint, arch = open_checkpoint(mixture), arch_of(mixture)
     executor = LayerExecutor(checkpoint, arch, 40, CPU)
     layer, hidden = executor.load(0, read_layer(checkpoint, "model.layers.0")), executor.embed(windows(2))
-    before, router = executor.run(0, layer, hidden), layer.mlp.gate.weight.clone()
+    before, router = executor.run(0, layer, hidden), layer.get_submodule(arch.routers[0]).weight.clone()
     for number, smooth in enumerate(arch.smooth):
         channels = layer.get_submodule(smooth.source).weight.shape[0]
         generator = torch.Generator().manual_seed(number)
@@ -118,7 +118,7 @@ def test_folds_reach_every_expert_and_the_router(mixture):
             torch.exp2(torch.randint(-4, 5, (channels,), generator=generator).float())
         )
     assert torch.equal(executor.run(0, layer, hidden), before)
-    assert not torch.equal(layer.mlp.gate.weight, router)
+    assert not torch.equal(layer.get_submodule(arch.routers[0]).weight, router)
     assert len(arch.smooth) == 3 + 4 + shares(mixture)
 
 

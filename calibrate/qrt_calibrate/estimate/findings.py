@@ -12,7 +12,6 @@ from qrt_calibrate.recipe.recipe import Grid
 
 PARALLEL = (2, 4, 8)  # tensor-parallel sizes that are checked
 SHARE_BYTES = 10**9  # fewest weight bytes per GPU: with less, communication costs more than it gains
-SPLIT_BY_INPUT = (".o_proj", ".down_proj", ".w2")  # the others are split by output
 WORD_BITS = 32  # zero points are packed in words of so many bits
 
 
@@ -83,8 +82,9 @@ def _split(config: Arch, weights: Sequence[tuple[str, tuple[int, ...], Grid]], s
     """Say why `size` GPUs cannot share the first Linear that they cannot share; None if they share all."""
     if config.num_heads % size or config.num_kv_heads % size and size % config.num_kv_heads:
         return f"{config.num_heads} query and {config.num_kv_heads} KV heads"
+    ends = tuple(f".{name}" for name in config.projections if name not in config.readers)
     for name, (out_features, in_features), grid in weights:
-        by_input = name.endswith(SPLIT_BY_INPUT)
+        by_input = name.endswith(ends)  # the others are split by output
         group = grid.spec.group_size or 1
         if by_input and in_features % (size * group):
             return f"{name} has {in_features} inputs in groups of {group}"

@@ -108,7 +108,7 @@ def _tune_bytes(job: Job) -> int:
 
 def _stage_bytes(arch: Arch, shapes: Shapes, device: torch.device) -> tuple[int, int]:
     """Return the most bytes that an input's moments take, and what its stage takes beyond that."""
-    readers = {name for pair in arch.smooth if pair.source not in arch.projections for name in pair.readers}
+    readers = arch.readers
     held = most = 0
     for fused, parts in arch.fuse:
         rows, inputs = sum(shapes[part][0] for part in parts), shapes[parts[0]][1]

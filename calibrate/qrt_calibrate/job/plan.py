@@ -14,16 +14,18 @@ from qrt.arch.runnable import read_arch
 from qrt.errors import CheckpointError, ConfigError, UnsupportedError
 from qrt.folder import read_config
 from qrt.location import model_folder
+from qrt.model.names import place_names
 from qrt.quant.checkpoint import Checkpoint
+from qrt.quant.checkpoint.compressed_tensors import HEAD
 from qrt.quant.checkpoint.format import FLOATS
 from qrt.quant.weight import WEIGHT_SCHEMES, weight_only
-from qrt_calibrate.job.calibrated import uncalibrated
-from qrt_calibrate.job.names import check_names
+from qrt_calibrate.job.calibrated import uncalibrated, untrained
+from qrt_calibrate.job.names import check_stored
 from qrt_calibrate.model.untie import UntiedCheckpoint
 from qrt_calibrate.recipe.groups import check_groups, choose_groups
 from qrt_calibrate.recipe.method import Scales
 from qrt_calibrate.recipe.recipe import Grid, Recipe
-from qrt_calibrate.recipe.selection import matched, select
+from qrt_calibrate.recipe.selection import REGEX, matched, select
 from qrt_calibrate.rounding.rtn import round_weight
 from qrt_calibrate.tuning.training import Training
 
@@ -85,11 +87,23 @@ class Job:
 
     @property
     def ignored(self) -> list[str]:
-        """The Linears that stay unquantized, routers and an unquantized head among them."""
+        """The Linears that stay unquantized, routers, an unquantized head and those of images among them."""
         layers = (self.layer_name(index) for index in range(self.arch.num_layers))
         routers = [f"{layer}.{name}" for layer in layers for name in self.arch.routers]
-        head = [] if self.recipe.head else [self.arch.names.head]
-        return [*head, *routers, *(name for name, grid in self.grids.items() if grid is None)]
+        own = (self.arch.names.head, HEAD)  # some models of transformers know the head by this name alone
+        head = [] if self.recipe.head else dict.fromkeys(own)
+        plain = (name for name, grid in self.grids.items() if grid is None)
+        return [*head, *routers, *plain, *self._unread()]
+
+    def _unread(self) -> list[str]:
+        """Return patterns of the modules with matrices that the architecture does not read: those of images.
+
+        Engines know them by other names than checkpoints do, of which they share one part.
+        """
+        names = (name for name in self.checkpoint.names() if name.startswith(self.arch.ignored))
+        matrices = (name for name in names if len(self.checkpoint.spec(name).shape) > 1)
+        parts = dict.fromkeys(name.removeprefix("model.").partition(".")[0] for name in matrices)
+        return [rf"{REGEX}(.*\.)?{part}\." for part in parts]
 
     def layer_name(self, index: int) -> str:
         """Return the full name of layer `index`."""
@@ -119,8 +133,8 @@ def plan(checkpoint: Checkpoint, recipe: Recipe, *devices: torch.device) -> Job:
     """Check everything that can be checked without reading weights."""
     if checkpoint.quantization:
         raise _quantized(checkpoint.path)
-    arch = _architecture(checkpoint.config, checkpoint.path)
     checkpoint = as_stored(checkpoint)  # it may come from an earlier plan
+    arch = place_names(_architecture(checkpoint.config, checkpoint.path), checkpoint.names())
     if arch.experts is not None:
         recipe = _for_mixture(recipe, arch)
     if any(recipe.windows) and recipe.seqlen > arch.max_position:
@@ -129,18 +143,25 @@ def plan(checkpoint: Checkpoint, recipe: Recipe, *devices: torch.device) -> Job:
         )
     recipe, notes = choose_groups(checkpoint, matched(arch, arch.num_layers, recipe), recipe)
     grids = select(arch, arch.num_layers, recipe)
+    source, stored = checkpoint, arch
     if recipe.head:
-        checkpoint = UntiedCheckpoint(checkpoint, arch)
+        if arch.unit_head or arch.names.head != HEAD:
+            why = "normalizes its rows" if arch.unit_head else f"calls it {arch.names.head}"
+            raise UnsupportedError(
+                f"--head-bits: expected a head that other engines read quantized, got {arch.name}, which "
+                f"{why}; leave it out"
+            )
+        checkpoint, arch = UntiedCheckpoint(checkpoint, arch), replace(arch, tied_embeddings=False)
     job = Job(checkpoint, arch, recipe, devices, grids, notes)
-    tied = bool(job.checkpoint.config.get("tie_word_embeddings"))
-    job = replace(job, arch=replace(arch, tied_embeddings=tied))
     if getattr(torch, arch.dtype, None) not in FLOATS:
         raise CheckpointError(
             f"{checkpoint.path}/config.json: expected dtype float16, bfloat16 or float32, "
             f"got {arch.dtype!r}; save the model in one of them"
         )
     check_groups(checkpoint, job.grids)
-    check_names(job.source, arch)
+    check_stored(source, stored)
+    if recipe.tune and (fact := untrained(arch)) is not None:
+        raise UnsupportedError(f"--tune: not known for {arch.name}'s {fact}; leave it out")
     for grid in set(job.quantized.values()):
         _check_grid(grid, recipe, job.scale_dtype)
         if recipe.tune and WEIGHT_SCHEMES[grid.scheme].int8_tokens:
@@ -157,10 +178,6 @@ def _architecture(config: Mapping[str, Any], model: str | Path) -> Arch:
     arch = read_arch(config, model)
     if (fact := uncalibrated(arch)) is not None:
         raise UnsupportedError(f"{arch.name}: qrt-calibrate does not know its {fact}; llm-compressor may")
-    if arch.experts is not None and not all(layer.sparse for layer in arch.layers):
-        raise UnsupportedError(
-            f"config.json: some layers of this {arch.name} are dense; qrt-calibrate takes mixtures in all"
-        )
     return arch
 
 

@@ -1,12 +1,12 @@
-"""Run a checkpoint one decoder layer at a time, with transformers' own modules.
+"""Run a checkpoint one decoder layer at a time.
 
-The model is built on the meta device, so it has no memory; one layer is filled with weights, run, and freed.
+A layer has no memory until it is filled with weights; it is run, and freed.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,8 @@ from qrt.arch import Arch
 from qrt.errors import CheckpointError
 from qrt.quant.checkpoint import Checkpoint
 from qrt_calibrate.model.experts import spell_out
-from qrt_calibrate.model.head import HEAD_ROWS, AnyHead, PlainHead
+from qrt_calibrate.model.head import HEAD_ROWS, AnyHead, Finish, PlainHead, unit_rows
+from qrt_calibrate.model.reference import Around, Norm, ReferenceLayer, around
 
 BATCH_TOKENS = 4096  # tokens a layer takes at a time: bounds the activations inside it
 
@@ -30,35 +31,39 @@ class LayerExecutor:
     """
 
     def __init__(self, checkpoint: Checkpoint, arch: Arch, seqlen: int, device: torch.device) -> None:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(
-                _config(checkpoint.path), dtype=torch.float32, attn_implementation="sdpa"
-            )
-            if arch.experts is not None:
-                for layer in model.get_submodule(arch.names.layers):
-                    spell_out(layer, arch)
-        model.eval().requires_grad_(False)  # no dropout, no noise on routers
         self._checkpoint = checkpoint
         self._arch = arch
+        self._seqlen = seqlen
         self.device = device
-        self._layers = model.get_submodule(arch.names.layers)
-        self._norm = model.get_submodule(arch.names.norm)
-        self._head: tuple[nn.Module, PlainHead] | None = None
-        self._arguments = {device: _layer_arguments(model, arch, seqlen, device)}
+        self._feeds = _mixtures(checkpoint.path, arch) if arch.experts is not None else None
+        self._final: tuple[nn.Module, PlainHead, Finish] | None = None
+        self._around: dict[torch.device, list[Around]] = {}
 
     def embed(self, windows: Tensor) -> Tensor:
         """Embed token ids [B, T]: hidden states [B, T, H], fp32 on the CPU."""
-        table = read(self._checkpoint, f"{self._arch.names.embed}.weight")
+        arch = self._arch
+        table = read(self._checkpoint, f"{arch.names.embed}.weight")
         if int(windows.max()) >= table.shape[0]:
             raise CheckpointError(
                 f"{self._checkpoint.path}: the tokenizer gives id {int(windows.max())}, "
                 f"but the embedding has {table.shape[0]} rows; download the tokenizer's files again"
             )
-        return nn.functional.embedding(windows, table).float()
+        hidden = nn.functional.embedding(windows, table).float()
+        if arch.embed_scale != 1.0:
+            hidden *= torch.tensor(arch.embed_scale, dtype=table.dtype).float()
+        if arch.names.positions is not None:
+            first = arch.positions or 0
+            positions = read(self._checkpoint, f"{arch.names.positions}.weight")
+            hidden += positions[first : first + windows.shape[1]].float()
+        if arch.names.embed_norm is None:
+            return hidden
+        with torch.no_grad():
+            return self._norm(arch.names.embed_norm, torch.device("cpu"))(hidden)
 
     def load(self, index: int, tensors: Mapping[str, Tensor]) -> nn.Module:
         """Return layer `index` with weights `tensors`, named relative to it, in fp32 on the device."""
-        layer = copy.deepcopy(self._layers[index])
+        feed = None if self._feeds is None else copy.deepcopy(self._feeds[index])
+        layer = ReferenceLayer(self._arch, index, tensors.keys(), self.device, feed)
         filled = {}
         for name, wanted in layer.state_dict().items():
             full = f"{self.layer_name(index)}.{name}"
@@ -71,12 +76,12 @@ class LayerExecutor:
                 )
             filled[name] = tensors[name].to(self.device).to(torch.float32, copy=True)
         layer.load_state_dict(filled, assign=True)
-        return layer
+        return layer.eval().requires_grad_(False)
 
     @property
     def num_layers(self) -> int:
         """Number of decoder layers."""
-        return len(self._arguments[self.device])
+        return self._arch.num_layers
 
     def layer_name(self, index: int) -> str:
         """Return the full name of layer `index`."""
@@ -89,9 +94,10 @@ class LayerExecutor:
     def run(self, index: int, layer: nn.Module, hidden: Tensor) -> Tensor:
         """Run a layer on hidden states [B, T, H]; its output is fp32 on the layer's device."""
         device = _device(layer)
-        if device not in self._arguments:  # a copy in every call would make devices wait for each other
-            self._arguments[device] = _moved(self._arguments[self.device], device, {})
-        return layer(hidden.to(device), **self._arguments[device][index])
+        if device not in self._around:
+            self._around[device] = around(self._arch, self._seqlen, device)
+        out: Tensor = layer(hidden.to(device), self._around[device][index])
+        return out
 
     def backward(self, index: int, layer: nn.Module, hidden: Tensor, gradient: Tensor) -> Tensor:
         """Return the loss's gradient at a layer's input `hidden` [B, T, H], given that at its output."""
@@ -108,12 +114,14 @@ class LayerExecutor:
         """
         with torch.enable_grad():
             leaf = hidden.to(self.device).detach().requires_grad_()
-            norm, head = self._final()
+            norm, head, finish = self._behind()
             normed = norm(leaf)
             with torch.no_grad():
-                wrong = self.logits(hidden).softmax(-1)
+                logits = self.logits(hidden)
+                wrong = logits.softmax(-1)
                 drawn = torch.multinomial(wrong, 1, generator=generator)
                 wrong.scatter_add_(-1, drawn, wrong.new_full(drawn.shape, -1.0))
+                wrong = finish.backward(logits, wrong)
                 parts = zip(wrong.split(HEAD_ROWS, -1), head.weight.split(HEAD_ROWS), strict=True)
                 pull = sum((part @ rows.float() for part, rows in parts), torch.zeros_like(normed))
             normed.backward(pull)
@@ -125,21 +133,44 @@ class LayerExecutor:
 
         Uses the checkpoint's head unless `other` gives one.
         """
-        norm, head = self._final()
-        return (other or head).logits(norm(hidden.to(self.device)))
+        norm, head, finish = self._behind()
+        return finish((other or head).logits(norm(hidden.to(self.device))))
 
-    def _final(self) -> tuple[nn.Module, PlainHead]:
-        """Return the last norm and the head of the checkpoint."""
-        if self._head is None:
-            norm = copy.deepcopy(self._norm)
-            weight = read(self._checkpoint, f"{self._arch.names.norm}.weight")
-            norm.load_state_dict({"weight": weight.to(self.device, torch.float32)}, assign=True)
-            stored = self._checkpoint.has(f"{self._arch.names.head}.weight")
-            head = read(
-                self._checkpoint, f"{self._arch.names.head if stored else self._arch.names.embed}.weight"
-            )
-            self._head = norm, PlainHead(head.to(self.device))
-        return self._head
+    def _behind(self) -> tuple[nn.Module, PlainHead, Finish]:
+        """Return the last norm, the head of the checkpoint, and what is done to its products."""
+        if self._final is None:
+            arch, names = self._arch, self._arch.names
+            stored = self._checkpoint.has(f"{names.head}.weight")
+            head = read(self._checkpoint, f"{names.head if stored else names.embed}.weight")
+            head = head.to(self.device)
+            bias = read(self._checkpoint, f"{names.head}.bias").to(self.device) if arch.head_bias else None
+            finish = Finish(arch.logit_scale, arch.logit_cap, bias)
+            plain = PlainHead(unit_rows(head) if arch.unit_head else head)
+            self._final = self._norm(names.norm, self.device), plain, finish
+        return self._final
+
+    def _norm(self, name: str, device: torch.device) -> nn.Module:
+        """Return a norm outside the layers, in fp32."""
+        held = {part: f"{name}.{part}" for part in ("weight", "bias")}
+        held = {part: full for part, full in held.items() if self._checkpoint.has(full)}
+        norm = Norm(self._arch, self._arch.hidden_size, bias="bias" in held)
+        tensors = {
+            part: read(self._checkpoint, full).to(device, torch.float32) for part, full in held.items()
+        }
+        norm.load_state_dict(tensors, assign=True)
+        return norm.requires_grad_(False)
+
+
+def _mixtures(folder: Path, arch: Arch) -> Sequence[nn.Module]:
+    """Return transformers' own blocks of experts, one a layer, under the checkpoint's names."""
+    assert arch.experts is not None
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(_config(folder), dtype=torch.float32)
+        for layer in model.get_submodule(arch.names.layers):
+            spell_out(layer, arch)
+    model.eval().requires_grad_(False)  # no noise on routers
+    name = arch.experts.module.rpartition(".")[0]
+    return [layer.get_submodule(name) for layer in model.get_submodule(arch.names.layers)]
 
 
 def _config(folder: Path) -> Any:
@@ -149,23 +180,12 @@ def _config(folder: Path) -> Any:
     except Exception as error:  # a missing or unknown model_type, an entry of the wrong kind
         reason = str(error).strip().partition("\n")[0]
         raise CheckpointError(
-            f"{folder}/config.json: transformers, which calibration runs, does not read it ({reason})"
+            f"{folder}/config.json: transformers, which runs the experts, does not read it ({reason})"
         ) from error
 
 
 def _device(layer: nn.Module) -> torch.device:
     return next(layer.parameters()).device
-
-
-def _moved(value: Any, device: torch.device, known: dict[int, Tensor]) -> Any:
-    """Copy the tensors in lists, tuples and dicts to `device`; shared tensors stay shared."""
-    if isinstance(value, Tensor):
-        return known.setdefault(id(value), value.to(device))
-    if isinstance(value, dict):
-        return {key: _moved(own, device, known) for key, own in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_moved(own, device, known) for own in value)
-    return value
 
 
 def read(checkpoint: Checkpoint, name: str) -> Tensor:
@@ -184,27 +204,3 @@ def read_layer(checkpoint: Checkpoint, layer: str) -> dict[str, Tensor]:
     prefix = f"{layer}."
     names = [name for name in checkpoint.names() if name.startswith(prefix)]
     return {name.removeprefix(prefix): read(checkpoint, name) for name in names}
-
-
-def _layer_arguments(model: Any, arch: Arch, seqlen: int, device: torch.device) -> list[dict[str, Any]]:
-    """Return the arguments that the model passes to each layer besides hidden states: RoPE tables, masks.
-
-    The model's own forward runs with layers that only record, because families differ in masks and sliding
-    windows.
-    """
-    body = model.base_model
-    body.rotary_emb = type(body.rotary_emb)(model.config).to(device)
-    layers = model.get_submodule(arch.names.layers)
-    recorded: list[dict[str, Any]] = []
-
-    def record(hidden: Tensor, **arguments: Any) -> Tensor:
-        recorded.append(arguments)
-        return hidden
-
-    idle = [*layers, model.get_submodule(arch.names.norm)]
-    for module in idle:
-        module.forward = record
-    body(inputs_embeds=torch.zeros(1, seqlen, model.config.hidden_size, device=device), use_cache=False)
-    for module in idle:
-        del module.forward
-    return recorded[: len(layers)]

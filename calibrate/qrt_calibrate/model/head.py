@@ -5,7 +5,7 @@ Rows are handled in blocks, because the whole head in fp32 takes more memory tha
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,36 @@ def round_head(weight: Tensor, grid: Grid, dtype: torch.dtype, device: torch.dev
     """Round `weight` [V, H] to `grid` on `device`, with scales in `dtype`; the result is on the CPU."""
     parts = (rows.to(device, torch.float32) for rows in weight.split(HEAD_ROWS))
     return fuse([for_writer(round_weight(part, grid.spec, dtype), None) for part in parts])
+
+
+def unit_rows(weight: Tensor) -> Tensor:
+    """Return a head's weight [V, H] with rows of length 1."""
+    parts = weight.split(HEAD_ROWS)
+    return torch.cat([nn.functional.normalize(rows.float()).to(weight.dtype) for rows in parts])
+
+
+@dataclass(frozen=True)
+class Finish:
+    """What a model does to its head's products x: c * tanh(scale * (x + bias) / c); c is the cap, if any.
+
+    bias is [V] or None.
+    """
+
+    scale: float = 1.0
+    cap: float | None = None
+    bias: Tensor | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return logits [T, V] of products x [T, V]."""
+        x = x if self.bias is None else x + self.bias.float()
+        x = x if self.scale == 1.0 else x * self.scale
+        return x if self.cap is None else self.cap * torch.tanh(x / self.cap)
+
+    def backward(self, logits: Tensor, gradient: Tensor) -> Tensor:
+        """Return the gradient at the products, given that at their `logits`."""
+        if self.cap is not None:
+            gradient = gradient * (1 - (logits / self.cap).square())
+        return gradient * self.scale
 
 
 class PlainHead:

@@ -20,6 +20,8 @@ class UntiedCheckpoint(Checkpoint):
     def __init__(self, base: Checkpoint, arch: Arch) -> None:
         self.path, self.quantization, self.base = base.path, base.quantization, base
         self.config = {**base.config, "tie_word_embeddings": False}
+        if isinstance(text := base.config.get("text_config"), dict):
+            self.config["text_config"] = {**text, "tie_word_embeddings": False}
         self._shard_of = dict(base._shard_of)
         self._head, self._embedding = f"{arch.names.head}.weight", f"{arch.names.embed}.weight"
         if not base.has(self._head):

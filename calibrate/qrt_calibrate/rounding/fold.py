@@ -25,13 +25,16 @@ class Pair:
     In grouped-query attention every query head of a group reads the same value channels, so the o_proj
     columns (kv head, query head of the group, d) share the scale of v_proj's row (kv head, d): `heads` query
     heads per KV head, `head_dim` channels each. Everywhere else channel j of the source feeds channel j.
+
+    rows   the rows of the source that feed the readers, int64; None: all
     """
 
-    def __init__(self, layer: nn.Module, smooth: Smooth, head_dim: int) -> None:
+    def __init__(self, layer: nn.Module, smooth: Smooth, head_dim: int, rows: Tensor | None = None) -> None:
+        self.rows = rows
         self.readers = [linear(layer, name) for name in smooth.readers]
         self._routers = [layer.get_submodule(name) for name in smooth.routers]
         self._source = list(layer.get_submodule(smooth.source).parameters())
-        channels = self._source[0].shape[0]
+        channels = self._source[0].shape[0] if self.rows is None else len(self.rows)
         self._heads = self.readers[0].in_features // channels
         self._width = head_dim if self._heads > 1 else channels
 
@@ -53,7 +56,10 @@ class Pair:
         A loader casts them to that dtype; fp16 can underflow.
         """
         for whole, part in zip(self._source, self._divided(scales), strict=True):
-            if part.dim() == 1 and not torch.equal(part.to(dtype).float() * scales, whole.to(dtype).float()):
+            if self.rows is not None:
+                part = part[self.rows.to(part.device)]
+            before = whole if self.rows is None else whole[self.rows.to(whole.device)]
+            if part.dim() == 1 and not torch.equal(part.to(dtype).float() * scales, before.to(dtype).float()):
                 return False
         return True
 
@@ -66,7 +72,16 @@ class Pair:
             weight.mul_(self.spread(scales))
 
     def _divided(self, scales: Tensor) -> list[Tensor]:
-        return [p / (scales[:, None] if p.dim() == 2 else scales) for p in self._source]
+        return [divided(p, scales[:, None] if p.dim() == 2 else scales, self.rows) for p in self._source]
+
+
+def divided(whole: Tensor, scales: Tensor, rows: Tensor | None) -> Tensor:
+    """Return `whole` with its `rows`, or all, divided by `scales`."""
+    if rows is None:
+        return whole / scales
+    result = whole.clone()
+    result[rows.to(whole.device)] /= scales
+    return result
 
 
 def linear(layer: nn.Module, name: str) -> nn.Linear:

@@ -21,14 +21,29 @@ SEARCH_TOKENS = 4096  # tokens that judge candidates of AWQ and SmoothQuant; mom
 class Stage:
     """Linears that read one input and are rounded together.
 
-    parts   their names in the layer
-    norm    the last norm before them; it reads the residual stream
-    grid    their grid
+    parts         their names in the layer
+    grid          their grid
+    in_attention  whether they are part of attention, and not of the mlp
+    norm          the norm in front of their block, which reads the residual stream; None: there is none
+    out_norm      the norm behind their block, or None
     """
 
     parts: tuple[str, ...]
-    norm: str
     grid: Grid
+    in_attention: bool
+    norm: str | None
+    out_norm: str | None
+
+
+def stages(arch: Arch, grids: Mapping[str, Grid]) -> list[Stage]:
+    """Return the stages of a layer in the order they run, those that have a grid."""
+    names = arch.names
+    attention, mlp = (True, names.attention_in, names.attention_out), (False, names.mlp_in, names.mlp_out)
+    return [
+        Stage(parts, grids[parts[0]], *(attention if number < 2 else mlp))
+        for number, (_, parts) in enumerate(arch.fuse)
+        if parts[0] in grids
+    ]
 
 
 class Bench:
@@ -39,7 +54,6 @@ class Bench:
     rounded   its Linears are rounded one stage after the other
     sample    [b, T, H] hidden states of the rounded model before the layer
     wanted    [b, T, H] output of the exact layer for them
-    norms     the norm whose output a Linear reads, by the Linear
     """
 
     def __init__(
@@ -55,8 +69,6 @@ class Bench:
         self.name, self.arch, self.eps = name, arch, eps
         self.executor, self.index, self.streams = executor, index, streams
         self._tensors = tensors
-        pairs = [pair for pair in arch.smooth if pair.source not in arch.projections]
-        self.norms = {reader: pair.source for pair in pairs for reader in pair.readers}
         self.exact = executor.load(index, tensors)
         self.rounded = copy.deepcopy(self.exact)
         first, windows = streams.shares[0], max(1, SEARCH_TOKENS // streams.seqlen)

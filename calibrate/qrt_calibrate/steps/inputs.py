@@ -44,26 +44,29 @@ def stage_moments(bench: Bench, stage: Stage) -> Moments:
     """
     arch, streams, reader = bench.arch, bench.streams, stage.parts[0]
     part = reader
-    first, closes = linear(bench.rounded, part), part not in bench.norms
-    adds = closes and not _is_weighted(bench, part)
+    first, closes = linear(bench.rounded, part), part not in arch.readers
+    adds = closes and _adds(bench, stage)
     if arch.is_expert(reader):  # an expert sees only the tokens sent to it; the block sees all
         assert arch.experts is not None
         reader = arch.experts.module
-    names = [stage.norm, reader] if closes else [reader]
-    total = streams.calibrating * streams.seqlen
+    before = [stage.norm] if closes and stage.norm is not None else []
+    total, scale = streams.calibrating * streams.seqlen, arch.residual_scale
 
     def measure(share: Share, exact: nn.Module, rounded: nn.Module) -> Moments:
         weight = linear(rounded, part).weight if adds else None
         moments = Moments(first.in_features, weight, share.device)
         hidden_states = (stream[: share.calibrating] for stream in (share.exact, share.rounded))
         for half, exact_hidden, hidden in share.batches(*hidden_states):
-            *stream, x = bench.inputs(rounded, names, hidden)
-            *exact_stream, exact_x = bench.inputs(exact, names, exact_hidden)
+            *stream, x = bench.inputs(rounded, [*before, reader], hidden)
+            *exact_stream, exact_x = bench.inputs(exact, [*before, reader], exact_hidden)
             both, weights = None, None
-            if closes:
+            if closes and stage.out_norm is not None:  # which divides a token by the size of this output
+                weights = norm_weights(linear(exact, part)(exact_x), bench.eps)
+            elif closes:
                 behind = exact_stream[0]
                 if adds:
-                    both, behind = (stream[0], behind), behind + linear(exact, part)(exact_x)
+                    both = stream[0] / scale, behind / scale
+                    behind = behind + scale * linear(exact, part)(exact_x)
                 weights = norm_weights(behind, bench.eps)
             moments.add(x, exact_x, total, half, both, weights)
         return moments
@@ -83,6 +86,7 @@ def expert_moments(bench: Bench, stage: Stage) -> Iterator[tuple[Parts, Moments]
     streams = bench.streams
     assert bench.arch.experts is not None
     width = linear(bench.rounded, stage.parts[0]).in_features
+    assert stage.norm is not None
     names = [stage.norm, bench.arch.experts.module]
     total = streams.calibrating * streams.seqlen
 
@@ -109,7 +113,13 @@ def expert_moments(bench: Bench, stage: Stage) -> Iterator[tuple[Parts, Moments]
             yield (part,), own
 
 
-def _is_weighted(bench: Bench, name: str) -> bool:
-    """Whether a router weights the output of the Linear `name` before it is added to the stream."""
-    block = ("" if bench.arch.experts is None else bench.arch.experts.module).rpartition(".")[0]
-    return block != "" and name.startswith(f"{block}.")
+def _adds(bench: Bench, stage: Stage) -> bool:
+    """Whether the output of a stage that ends its block is added to the residual stream as it is.
+
+    Not so behind a norm, nor where a router weights it. Of two parallel blocks only attention makes up for
+    what the stream lacks.
+    """
+    arch = bench.arch
+    block = ("" if arch.experts is None else arch.experts.module).rpartition(".")[0]
+    weighted = block != "" and stage.parts[0].startswith(f"{block}.")
+    return stage.out_norm is None and not weighted and (stage.in_attention or not arch.parallel)

@@ -8,7 +8,7 @@ the token's size. Otherwise a token with massive activations would hide all othe
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from qrt_calibrate.rounding.fold import linear
 from qrt_calibrate.rounding.observe import Moments
 from qrt_calibrate.rounding.rtn import for_writer, round_weight, split
 from qrt_calibrate.rounding.search import round_input
-from qrt_calibrate.steps.bench import Bench, Stage
+from qrt_calibrate.steps.bench import Bench, Stage, stages
 from qrt_calibrate.steps.correct import Rounder
 from qrt_calibrate.steps.figures import Figures, errors
 from qrt_calibrate.steps.inputs import expert_moments, gradient_moments, stage_moments
@@ -65,7 +65,7 @@ def quantize_layer(
         bench = Bench(job.layer_name(index), job.arch, eps, executor, index, tensors, streams)
         pairs = foldable(job.arch.smooth, job.arch.projections, grids)
         figures, recipe, dtype = Figures(), job.recipe, job.scale_dtype
-        search = ScaleSearch(bench, pairs, recipe.rules.scales, recipe.exact_folds, dtype, job.arch.head_dim)
+        search = ScaleSearch(bench, pairs, recipe.rules.scales, recipe.exact_folds, dtype)
         rounder = Rounder(recipe.rules, dtype, recipe.damping, figures)
         done = LayerWork(bench, search, rounder, figures).quantize(grids)
         return LayerResult(
@@ -84,19 +84,15 @@ class LayerWork:
 
     def quantize(self, grids: Mapping[str, Grid]) -> dict[str, WeightData]:
         """Round the Linears that have a grid, in the order they run."""
-        bench, arch, norm = self._bench, self._bench.arch, ""
-        stages = []
-        for _, parts in arch.fuse:
-            norm = bench.norms.get(parts[0], norm)
-            if parts[0] in grids:
-                stages.append(Stage(parts, norm, grids[parts[0]]))
+        bench, arch = self._bench, self._bench.arch
+        found = stages(arch, grids)
         # an expert's outputs have gradients only from the tokens sent to it
-        shared = [stage.parts for stage in stages if not arch.is_expert(stage.parts[0])]
+        shared = [stage.parts for stage in found if not arch.is_expert(stage.parts[0])]
         gradients = gradient_moments(bench, shared)
-        for stage in stages:
-            if arch.is_expert(stage.parts[0]) and stage.parts[0] not in bench.norms:
+        for stage in found:
+            if arch.is_expert(stage.parts[0]) and stage.parts[0] not in arch.readers:
                 for parts, moments in expert_moments(bench, stage):
-                    self._quantize_stage(Stage(parts, stage.norm, stage.grid), moments, None)
+                    self._quantize_stage(replace(stage, parts=parts), moments, None)
             else:
                 self._quantize_stage(stage, stage_moments(bench, stage), gradients.pop(stage.parts, None))
         return self._done

@@ -9,10 +9,12 @@ from os.path import commonprefix
 import torch
 from torch import Tensor
 
+from qrt.arch import Arch
 from qrt.arch.base import Smooth
+from qrt.model.stacks import part_rows
 from qrt.quant.weight import WEIGHT_SCHEMES, WeightData
 from qrt_calibrate.recipe.method import Scales
-from qrt_calibrate.rounding.fold import Pair, check_unchanged
+from qrt_calibrate.rounding.fold import Pair, check_unchanged, divided
 from qrt_calibrate.rounding.gptq import Factor
 from qrt_calibrate.rounding.observe import Moments, norm_weights, record_call
 from qrt_calibrate.rounding.search import ColumnCost, RoundedCost, awq_candidates, smooth_candidates
@@ -27,7 +29,6 @@ class ScaleSearch:
     scales     how candidates are made
     powers     whether scales are powers of two
     dtype      dtype of the model, in which scales, norms and biases are stored
-    head_dim   channels of an attention head
     """
 
     def __init__(
@@ -37,11 +38,10 @@ class ScaleSearch:
         scales: Scales,
         powers: bool,
         dtype: torch.dtype,
-        head_dim: int,
     ) -> None:
         self._bench, self._scales, self._powers = bench, scales, powers
         self._pairs = {} if scales is Scales.NONE else {pair.readers[0]: pair for pair in reversed(pairs)}
-        self._dtype, self._head_dim = dtype, head_dim
+        self._dtype = dtype
 
     def fold(
         self,
@@ -58,7 +58,9 @@ class ScaleSearch:
         bench, smooth = self._bench, self._pairs.get(stage.parts[0])
         if smooth is None:
             return False
-        pair, rounded = (Pair(layer, smooth, self._head_dim) for layer in (bench.exact, bench.rounded))
+        rows = None if smooth.part is None else part_rows(bench.arch, smooth.part)
+        layers = bench.exact, bench.rounded
+        pair, rounded = (Pair(layer, smooth, bench.arch.head_dim, rows) for layer in layers)
         candidates = self._candidates(pair, moments, stage)
         if self._powers:
             candidates = (
@@ -72,7 +74,7 @@ class ScaleSearch:
         for one in (pair, rounded):
             one.fold(scales)
         if smooth.source in done:  # rounded already: dividing the scales of its rows divides the rows
-            done[smooth.source] = _divided(done[smooth.source], scales)
+            done[smooth.source] = _divided(done[smooth.source], scales, pair.rows)
         check_unchanged(bench.wanted, bench.run(bench.exact), bench.sample, bench.name, smooth)
         moments.divide(pair.spread(scales))
         return True
@@ -89,27 +91,26 @@ class ScaleSearch:
         bench, grid = self._bench, stage.grid
         if factor is not None and self._scales is Scales.AWQ:
             return ColumnCost(pair, factor, grid.spec)
-        # a single reader is judged by its own output, several by the output of their block
-        block = ".".join(commonprefix([reader.split(".") for reader in smooth.readers]))
+        block = _block(bench.arch, smooth.readers)
         call = record_call(bench.exact, block, lambda: bench.run(bench.exact))
         int8_tokens = WEIGHT_SCHEMES[grid.scheme].int8_tokens
         weights = None
-        if call.output.shape[:-1] == bench.sample.shape[:-1]:
-            weights = self._sample_weights(stage.norm)
+        if call.output.shape == bench.sample.shape:
+            weights = self._sample_weights(stage, call.output)
         return RoundedCost(pair, call, grid.spec, self._dtype, int8_tokens, weights)
 
-    def _sample_weights(self, norm: str) -> Tensor:
+    def _sample_weights(self, stage: Stage, output: Tensor) -> Tensor:
         """Return [T, 1]: the cost of a squared error in each token of the sample, as the next norm sees it.
 
-        The error is in the stream after the block that begins with `norm`.
+        The error is in `output` [b, T, H], that of the stage's block, and then in the stream behind it.
         """
-        bench = self._bench
-        norms = list(dict.fromkeys(bench.norms.values()))
-        after = norms[norms.index(norm) + 1 :]
-        if not after:
-            behind = bench.wanted.flatten(0, -2)
+        bench, names = self._bench, self._bench.arch.names
+        if stage.out_norm is not None:
+            behind = output.flatten(0, -2)
+        elif stage.in_attention and names.mlp_in is not None and not bench.arch.parallel:
+            (behind,) = bench.inputs(bench.exact, [names.mlp_in])
         else:
-            (behind,) = bench.inputs(bench.exact, after[:1])
+            behind = bench.wanted.flatten(0, -2)
         return norm_weights(behind, bench.eps)
 
     def _is_exact(self, pair: Pair, source: WeightData | None, scales: Tensor) -> bool:
@@ -118,9 +119,9 @@ class ScaleSearch:
             return False
         if source is None or source.scale is None:
             return True
-        divided = _divided(source, scales).scale
-        assert divided is not None
-        return torch.equal(divided.float() * scales[:, None], source.scale.float())
+        again = _divided(_divided(source, scales, pair.rows), 1 / scales, pair.rows).scale
+        assert again is not None
+        return torch.equal(again, source.scale)
 
 
 def foldable(
@@ -131,7 +132,17 @@ def foldable(
     return [pair for pair in pairs if pair.source not in left_alone]
 
 
-def _divided(data: WeightData, scales: Tensor) -> WeightData:
+def _block(arch: Arch, readers: tuple[str, ...]) -> str:
+    """Return the module whose output judges scales of `readers`: "" is the layer.
+
+    Readers of the stream are judged by what their block makes of them, others by their own output.
+    """
+    if readers[0] in arch.readers:
+        return ".".join(commonprefix([reader.split(".")[:-1] for reader in readers]))
+    return ".".join(commonprefix([reader.split(".") for reader in readers]))
+
+
+def _divided(data: WeightData, scales: Tensor, rows: Tensor | None) -> WeightData:
     """Divide the rows of a quantized source by `scales`; its codes stay."""
     assert data.scale is not None
-    return replace(data, scale=(data.scale.float() / scales[:, None]).to(data.scale.dtype))
+    return replace(data, scale=divided(data.scale.float(), scales[:, None], rows).to(data.scale.dtype))

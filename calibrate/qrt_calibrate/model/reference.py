@@ -1,0 +1,333 @@
+"""A decoder layer by its definition, in torch: what the calibrator runs.
+
+Parameters have the names, shapes and order of rows of the checkpoint, so that what is changed in them can be
+written back. Everything that reorders them happens as they are used. See `qrt.arch.base` for the equation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from os.path import commonprefix
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from qrt.arch import Arch
+from qrt.layers.activations import ACTIVATIONS, XIELU
+from qrt.layers.rope import RopeTables, rope_tables, turn
+from qrt.model.stacks import Stack, head_channels, stacks
+
+META = torch.device("meta")  # parameters have no memory until they are loaded
+
+
+class Around(NamedTuple):
+    """What a layer reads beside hidden states [B, T, H].
+
+    positions   int64 [T]
+    rope        tables of these positions, or None: nothing turns
+    mask        which tokens a query attends, bool [T, T], or what is added to its scores, fp32 [Hq, T, T];
+                None: those up to itself
+    q_scale     fp32 [T], what q is multiplied by, or None
+    """
+
+    positions: Tensor
+    rope: RopeTables | None
+    mask: Tensor | None
+    q_scale: Tensor | None
+
+
+def around(arch: Arch, seqlen: int, device: torch.device) -> list[Around]:
+    """Return what each layer reads for windows of `seqlen` tokens; layers of a kind share it."""
+    positions = torch.arange(seqlen, device=device)
+    q_scale = None
+    if arch.q_scale is not None:
+        q_scale = 1 + arch.q_scale.strength * torch.log1p(positions // arch.q_scale.length)
+    ropes = {key: rope_tables(rope, arch.head_dim, seqlen, device) for key, rope in arch.ropes.items()}
+    masks = {window: _mask(arch, window, positions) for window in arch.windows}
+    return [
+        Around(positions, None if layer.rope is None else ropes[layer.rope], masks[arch.window(i)], q_scale)
+        for i, layer in enumerate(arch.layers)
+    ]
+
+
+def _mask(arch: Arch, window: int, positions: Tensor) -> Tensor | None:
+    behind = positions[:, None] - positions  # how far each query is behind each token
+    if not arch.alibi:
+        return (behind >= 0) & (behind < window) if 0 < window < len(positions) else None
+    seen = (behind >= 0) & ((behind < window) if window else True)
+    slopes = torch.tensor(arch.alibi, device=positions.device)
+    return (-behind * slopes[:, None, None]).masked_fill(~seen, float("-inf"))
+
+
+class Norm(nn.Module):
+    """A norm over the last dimension, of weight `shape`; `channels` reorder its weight as it is used."""
+
+    channels: Tensor | None
+
+    def __init__(self, arch: Arch, *shape: int, bias: bool = False, channels: Tensor | None = None) -> None:
+        super().__init__()
+        self._spec = arch.norm
+        held = arch.norm.kind != "unit"
+        self.weight = nn.Parameter(torch.empty(shape, device=META)) if held else None
+        self.bias = nn.Parameter(torch.empty(shape, device=META)) if held and bias else None
+        self.register_buffer("channels", channels, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., K] -> the same shape."""
+        spec = self._spec
+        if spec.kind == "rms":
+            x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + spec.eps)
+        else:
+            x = F.layer_norm(x, x.shape[-1:], eps=spec.eps)
+        if self.weight is None:
+            return x
+        x = x * self._placed(self.weight + spec.plus if spec.plus else self.weight)
+        return x if self.bias is None else x + self._placed(self.bias)
+
+    def _placed(self, own: Tensor) -> Tensor:
+        return own if self.channels is None else own[..., self.channels]
+
+
+class _EachNorm(nn.Module):
+    """Norms of one head each, in modules of their own."""
+
+    def __init__(self, norms: Sequence[Norm]) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(norms)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [B, T, heads, D] -> the same shape."""
+        parts = zip(self.norms, x.unbind(-2), strict=True)
+        return torch.stack([norm(part) for norm, part in parts], -2)
+
+
+class _WholeNorm(Norm):
+    """One norm over all heads of a token."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [B, T, heads, D] -> the same shape."""
+        return super().forward(x.flatten(-2)).view(x.shape)
+
+
+class _Block(nn.Module):
+    """Part of a layer: its Linears under their names, those of `Stack`s next to each other."""
+
+    def stacked(self, stack: Stack, prefix: str, x: Tensor) -> Tensor:
+        """Return the outputs of the modules of `stack`, one behind the other."""
+        parts = [self.get_submodule(name.removeprefix(prefix))(x) for name in stack.modules]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+
+    def add(self, stack: Stack, prefix: str) -> None:
+        """Make the modules of `stack`."""
+        for name, out in zip(stack.modules, stack.outs, strict=True):
+            nest(self, name.removeprefix(prefix), nn.Linear(stack.in_features, out, stack.bias, device=META))
+
+
+class Attention(_Block):
+    """The attention of layer `index`, whose names begin with `prefix`."""
+
+    order: Tensor | None
+
+    def __init__(self, arch: Arch, index: int, prefix: str, stored: Collection[str], device: torch.device):
+        super().__init__()
+        found = stacks(arch, index)
+        self._arch, self._prefix, self._qkv, self._o = arch, prefix, found["qkv"], found["o"]
+        self.add(self._qkv, prefix)
+        self.add(self._o, prefix)
+        order = self._qkv.order
+        self.register_buffer("order", None if order is None else order.to(device), persistent=False)
+        self._after = arch.qk_norm == "after"
+        channels = head_channels(arch, index)
+        channels = None if channels is None else channels.to(device)
+        layer, self._norms = f"{arch.names.layers}.{index}.", list[str]()
+        names = (arch.names.q_norm, arch.names.k_norm) if arch.qk_norm else ()
+        for name, heads in zip(names, (arch.num_heads, arch.num_kv_heads), strict=False):
+            self._norms.append(f"{layer}{name}".removeprefix(prefix))
+            nest(self, self._norms[-1], _head_norm(arch, heads, f"{name}.bias" in stored, channels))
+
+    def forward(self, x: Tensor, at: Around) -> Tensor:
+        """x [B, T, H] -> [B, T, H]."""
+        arch = self._arch
+        qkv = self.stacked(self._qkv, self._prefix, x)
+        if self.order is not None:
+            qkv = qkv[..., self.order]
+        if arch.clip is not None:
+            qkv = qkv.clamp(-arch.clip, arch.clip)
+        heads = arch.num_heads, arch.num_kv_heads, arch.num_kv_heads
+        q, k, v = qkv.unflatten(-1, (-1, arch.head_dim)).split(heads, dim=-2)
+        q, k = (turned(part, at) for part in (q, k)) if self._after else (q, k)
+        if self._norms:
+            q, k = (self.get_submodule(name)(own) for name, own in zip(self._norms, (q, k), strict=True))
+        if at.q_scale is not None:
+            q = q * at.q_scale[:, None, None]
+        q, k = (q, k) if self._after else (turned(part, at) for part in (q, k))
+        return cast(Tensor, self.get_submodule(self._o.modules[0].removeprefix(self._prefix))(
+            self._attended(q, k, v, at.mask)
+        ))  # fmt: skip
+
+    def _attended(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """q [B, T, Hq, D], k, v [B, T, Hkv, D] -> [B, T, Hq * D]."""
+        arch = self._arch
+        q, k, v = (own.transpose(1, 2) for own in (q, k, v))
+        k, v = (own.repeat_interleave(arch.num_heads // arch.num_kv_heads, 1) for own in (k, v))
+        scale = arch.head_dim**-0.5 if arch.attention_scale is None else arch.attention_scale
+        if arch.softcap is None:
+            out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scale)
+        else:
+            scores = arch.softcap * torch.tanh(q @ k.mT * (scale / arch.softcap))
+            if mask is None:
+                mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+            hidden = scores.masked_fill(~mask, float("-inf")) if mask.dtype is torch.bool else scores + mask
+            out = hidden.softmax(-1) @ v
+        return out.transpose(1, 2).flatten(2)
+
+
+def turned(x: Tensor, at: Around) -> Tensor:
+    """Return x [B, T, heads, D] turned by its positions."""
+    return x if at.rope is None else turn(x, at.rope, at.positions)
+
+
+def _head_norm(arch: Arch, heads: int, bias: bool, channels: Tensor | None) -> nn.Module:
+    """Return the norm over `heads` heads of q or k."""
+    dim = arch.head_dim
+    match arch.qk_norm:
+        case "modules":
+            return _EachNorm([Norm(arch, dim, channels=channels) for _ in range(heads)])
+        case "each":
+            return Norm(arch, heads, dim, bias=bias, channels=channels)
+        case "whole":
+            if channels is not None:
+                channels = (torch.arange(heads, device=channels.device)[:, None] * dim + channels).flatten()
+            return _WholeNorm(arch, heads * dim, bias=bias, channels=channels)
+    return Norm(arch, dim, bias=bias, channels=channels)
+
+
+class _XIELU(nn.Module):
+    """`XIELU` with parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, shape in (("alpha_p", (1,)), ("alpha_n", (1,)), ("beta", ()), ("eps", ())):
+            self.register_parameter(name, nn.Parameter(torch.empty(shape, device=META)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Of each element."""
+        return XIELU(*self.parameters())(x)
+
+
+class Mlp(_Block):
+    """The mlp of layer `index`, whose names begin with `prefix`."""
+
+    def __init__(self, arch: Arch, index: int, prefix: str) -> None:
+        super().__init__()
+        found = stacks(arch, index)
+        self._prefix, self._gate_up, self._down = prefix, found["gate_up"], found["down"]
+        self._gated = arch.gate_up != "plain"
+        self.add(self._gate_up, prefix)
+        self.add(self._down, prefix)
+        self._act: Callable[[Tensor], Tensor] | str
+        if arch.act == "xielu":
+            self._act = f"{arch.names.layers}.{index}.{arch.names.activation}".removeprefix(prefix)
+            nest(self, self._act, _XIELU())
+        else:
+            self._act = ACTIVATIONS[arch.act]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [B, T, H] -> [B, T, H]."""
+        act = self.get_submodule(self._act) if isinstance(self._act, str) else self._act
+        inner = self.stacked(self._gate_up, self._prefix, x)
+        if self._gated:
+            gate, up = inner.chunk(2, -1)
+            inner = act(gate) * up
+        else:
+            inner = act(inner)
+        return self.stacked(self._down, self._prefix, inner)
+
+
+class ReferenceLayer(nn.Module):
+    """Layer `index` of an architecture; parameters have no memory yet, buffers are on `device`.
+
+    stored   names of the tensors that the checkpoint has of it
+    feed     the block of a mixture that stands in the mlp's place, or None
+    """
+
+    def __init__(
+        self,
+        arch: Arch,
+        index: int,
+        stored: Collection[str],
+        device: torch.device,
+        feed: nn.Module | None = None,
+    ) -> None:
+        super().__init__()
+        self._arch, names, layer = arch, arch.names, f"{arch.names.layers}.{index}."
+        found = stacks(arch, index)
+        attention = [*found["qkv"].modules, *found["o"].modules]
+        attention += [f"{layer}{name}" for name in (names.q_norm, names.k_norm)] if arch.qk_norm else []
+        mlp = [*found["gate_up"].modules, *found["down"].modules]
+        mlp += [f"{layer}{names.activation}"] if arch.act == "xielu" else []
+        self.attend: Callable[[Tensor, Around], Tensor] = self._placed(
+            layer, prefix := block_prefix(attention), Attention(arch, index, prefix, stored, device)
+        )
+        self.feed: Callable[[Tensor], Tensor]
+        if feed is None:
+            self.feed = self._placed(layer, prefix := block_prefix(mlp), Mlp(arch, index, prefix))
+        else:
+            assert arch.experts is not None
+            self.feed = self._placed(layer, f"{layer}{arch.experts.module.rpartition('.')[0]}.", feed)
+        for name in (names.attention_in, names.attention_out, names.mlp_in, names.mlp_out):
+            if name is not None:
+                nest(self, name, Norm(arch, arch.hidden_size, bias=f"{name}.bias" in stored))
+
+    def _placed(self, layer: str, prefix: str, block: nn.Module) -> Callable[..., Tensor]:
+        """Register a block under its prefix; where its parts have none in common, the parts themselves."""
+        if inside := prefix.removeprefix(layer).removesuffix("."):
+            nest(self, inside, block)
+        else:
+            for name, part in block.named_children():
+                self.add_module(name, part)
+        return Reference(block)
+
+    def _normed(self, name: str | None, x: Tensor) -> Tensor:
+        return x if name is None else self.get_submodule(name)(x)
+
+    def forward(self, x: Tensor, at: Around) -> Tensor:
+        """x [B, T, H] -> [B, T, H]."""
+        names, m = self._arch.names, self._arch.residual_scale
+        normed = self._normed(names.attention_in, x)
+        y = x + m * self._normed(names.attention_out, self.attend(normed, at))
+        if not self._arch.parallel:
+            normed = self._normed(names.mlp_in, y)
+        elif names.mlp_in != names.attention_in:
+            normed = self._normed(names.mlp_in, x)
+        out = self.feed(normed)
+        out = out[0] if isinstance(out, tuple) else out  # some mixtures return their routers' choice too
+        return y + m * self._normed(names.mlp_out, out)
+
+
+class Reference:
+    """A module that its owner calls without being its parent."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def __call__(self, *arguments: object) -> Tensor:
+        """Call the module."""
+        return cast(Tensor, self.module(*arguments))
+
+
+def block_prefix(modules: Sequence[str]) -> str:
+    """Return the beginning that full names share, with its dot: "model.layers.0.self_attn."."""
+    return ".".join([*commonprefix([name.split(".")[:-1] for name in modules]), ""])
+
+
+def nest(parent: nn.Module, name: str, child: nn.Module) -> None:
+    """Register `child` under a dotted name."""
+    *path, last = name.split(".")
+    for part in path:
+        if not hasattr(parent, part):
+            parent.add_module(part, nn.Module())
+        parent = parent.get_submodule(part)
+    parent.add_module(last, child)
