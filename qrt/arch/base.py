@@ -217,6 +217,13 @@ class Arch:
         return tuple(dict.fromkeys(self.window(index) for index in range(len(self.layers))))
 
     @property
+    def short_context(self) -> int:
+        """The most tokens of a request that turns by `RopeConfig.short_factors`; 0: all turn alike."""
+        return max(
+            (rope.original_max_position for rope in self.ropes.values() if rope.short_factors), default=0
+        )
+
+    @property
     def fuse(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
         """The projections that engines run as one: a name, and the checkpoint's names of the parts in order.
 

@@ -20,6 +20,7 @@ class RopeConfig:
     pairs     which channels turn together: "halves" of the turning ones, or "neighbours"
     truncate  (yarn) the band between kept and stretched channels begins and ends at whole channels
     factors   (longrope) what each pair's frequency is divided by
+    short_factors   (longrope) the same in requests that fit `original_max_position`; empty: no other ones
     length    what cos and sin of the turning channels are multiplied by
     """
 
@@ -33,7 +34,17 @@ class RopeConfig:
     original_max_position: int = 0
     truncate: bool = True
     factors: tuple[float, ...] = ()
+    short_factors: tuple[float, ...] = ()
     length: float = 1.0
+
+
+def first_turn(length: int, short_context: int) -> int:
+    """Return the row of the RoPE tables for position 0 of a request of `length` tokens.
+
+    Where requests turn by their length, the tables hold the positions of short requests, those of at most
+    `short_context` tokens, in front of all positions of long ones (0: all requests turn alike).
+    """
+    return short_context if length > short_context else 0
 
 
 def rope(config: Mapping[str, Any], head_dim: int, max_position: int) -> tuple[RopeConfig, int]:
@@ -131,27 +142,31 @@ def _yarn(entry: Mapping[str, Any], plain: RopeConfig, max_position: int) -> Rop
 
 
 def _longrope(entry: Mapping[str, Any], plain: RopeConfig, max_position: int) -> RopeConfig:
-    """Read LongRoPE (Ding et al., arXiv:2402.13753), whose long factors are for a longer context.
-
-    The context chooses, not each request's length; vLLM does the same.
-    """
+    """Read LongRoPE (Ding et al., arXiv:2402.13753), whose long factors are for longer requests."""
     original = positive(entry, "original_max_position_embeddings", max_position)
     factor = number(entry, "factor", max_position / original)
-    name = "long_factor" if max_position > original else "short_factor"
+    short = _factors(entry, "short_factor", plain)
+    longer = _factors(entry, "long_factor", plain) if max_position > original else ()
+    length = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    return replace(
+        plain,
+        kind="longrope",
+        factors=longer or short,
+        short_factors=short if longer else (),
+        original_max_position=original,
+        length=number(entry, "attention_factor", length),
+    )
+
+
+def _factors(entry: Mapping[str, Any], name: str, plain: RopeConfig) -> tuple[float, ...]:
+    """Read the divisor of each pair's frequency."""
     factors = entry.get(name)
     if not isinstance(factors, list) or len(factors) != plain.turning // 2:
         raise CheckpointError(
             f"config.json: expected {name} as a list of {plain.turning // 2} numbers, one for each pair of "
             f"channels that turn, got {factors!r:.60}"
         )
-    length = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
-    return replace(
-        plain,
-        kind="longrope",
-        factors=tuple(number({name: value}, name) for value in factors),
-        original_max_position=original,
-        length=number(entry, "attention_factor", length),
-    )
+    return tuple(number({name: value}, name) for value in factors)
 
 
 def _stretched(max_position: int, factor: float) -> int:

@@ -165,6 +165,7 @@ def _limits(config: EngineConfig, model: Decoder, formats: Sequence[KVFormat]) -
         config.max_num_batched_tokens,
         config.max_num_queued_reqs,
         config.max_num_queued_tokens,
+        short_context=model.arch.short_context,
     )
 
 
@@ -228,7 +229,13 @@ def _runner(
     adjustments: Adjustments,
 ) -> Runner:
     """Return the runner; it records the steps of `sizes`, unless that is off."""
-    table = RequestTable(limits.max_num_seqs, limits.max_model_len, kv.pad_slot, model.device)
+    table = RequestTable(
+        limits.max_num_seqs,
+        limits.max_model_len,
+        kv.pad_slot,
+        model.device,
+        short_context=limits.short_context,
+    )
     steps = None
     if sizes is not None:
         steps = TokenSteps(model, kv, table, *sizes, attend_cache=config.attend_cache)

@@ -1,7 +1,8 @@
 """Attention of a step over one layer's cache: calls the operators with what a layer holds.
 
 q [T, Hq, D], k and v [T, Hkv, D] and out [T, Hq, D] hold all tokens of the step. rope is cos and sin, fp32
-[P, D/2] each, one row per position. Each operator's package says what it does.
+[P, D/2] each; a token turns by the row of its position, or by that in `StepMeta.turns`. Each operator's
+package says what it does.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from qrt.kernels.step import KVLayer, StepMeta
 
 def store(q: Tensor, k: Tensor, v: Tensor, rope: tuple[Tensor, Tensor], step: StepMeta, kv: KVLayer) -> None:
     """Apply RoPE to q and k, turn q, k and v into the cache's basis in place, store k and v (`kv_write`)."""
-    kv_write(q, k, v, *rope, step.positions, step.slots, kv.buffers, kv.smoothing, kv.format)
+    rows = step.positions if step.turns is None else step.turns
+    kv_write(q, k, v, *rope, rows, step.slots, kv.buffers, kv.smoothing, kv.format)
 
 
 def attend_decodes(q: Tensor, step: StepMeta, kv: KVLayer, out: Tensor, scores: Scores) -> None:
@@ -101,4 +103,5 @@ def append(
         scores.window,
         scores.softcap,
         scores.slopes,
+        step.turns,
     )

@@ -124,6 +124,7 @@ class StepMeta:
     decode       None when no request decodes
     prefill      None when no chunk is prefilled
     attended     [T, Hq, D] or None: where attention writes; it leaves tokens of padding as they are
+    turns        [T] int32   each token's row of the RoPE tables, or None: its position
     """
 
     tokens: Tensor
@@ -133,6 +134,7 @@ class StepMeta:
     decode: DecodeMeta | None
     prefill: PrefillMeta | None
     attended: Tensor | None = None
+    turns: Tensor | None = None
 
     @property
     def num_decodes(self) -> int:

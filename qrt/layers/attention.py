@@ -64,21 +64,22 @@ class Attention:
 
     def __call__(self, x: Tensor, step: StepMeta, kv: KVLayer, rope: RopeTables) -> Tensor:
         """x [T, H] -> [T, H]; writes K and V of the step's tokens into `kv`."""
-        q, k, v = self.heads(self.qkv(x), step.positions)
+        q, k, v = self.heads(self.qkv(x), step)
         return self.o(self.attend(q, k, v, step, kv, rope))
 
-    def heads(self, qkv: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q [T, Hq, D], k and v [T, Hkv, D] of tokens at `positions` [T], as they enter the cache."""
+    def heads(self, qkv: Tensor, step: StepMeta) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q [T, Hq, D], k and v [T, Hkv, D] of the step's tokens, as they enter the cache."""
         own = self.spec
         if own.clip is not None:
             qkv = qkv.clamp(-own.clip, own.clip)
         q, k, v = qkv.unflatten(-1, (-1, self.head_dim)).split(self.qkv_heads, dim=1)
         if own.turned_first is not None:
-            q, k = turn(q, own.turned_first, positions), turn(k, own.turned_first, positions)
+            rows = step.positions if step.turns is None else step.turns
+            q, k = turn(q, own.turned_first, rows), turn(k, own.turned_first, rows)
         if own.q_norm is not None and own.k_norm is not None:
             q, k = own.q_norm(q), own.k_norm(k)
         if own.q_scale is not None:
-            q = (q * own.q_scale[positions.long(), None, None]).to(q.dtype)
+            q = (q * own.q_scale[step.positions.long(), None, None]).to(q.dtype)
         return q, k, v
 
     def parameters(self) -> list[Tensor]:

@@ -9,6 +9,7 @@ The rotation itself happens in `qrt.kernels.kv_write`.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -18,7 +19,10 @@ from qrt.arch.rope import RopeConfig
 
 
 class RopeTables(NamedTuple):
-    """cos, sin: fp32 [P, D/2], row p for position p."""
+    """cos, sin: fp32 [P, D/2], row p for position p.
+
+    Where requests turn by their length (`Arch.short_context`), rows for short ones stand in front.
+    """
 
     cos: Tensor
     sin: Tensor
@@ -92,8 +96,20 @@ def rope_tables(
     return RopeTables(cos, sin)
 
 
-def turn(x: Tensor, rope: RopeTables, positions: Tensor) -> Tensor:
-    """Return x [T, H, D] of tokens at `positions` [T] turned, in its dtype; computed in fp32."""
-    cos, sin = (table[positions.long(), None] for table in rope)
+def tables_by_length(
+    rope: RopeConfig | None, head_dim: int, max_position: int, short_context: int, device: torch.device
+) -> RopeTables:
+    """Return `rope_tables` of all positions, behind those of requests that fit `short_context` (0: none)."""
+    short = replace(rope, factors=rope.short_factors) if rope is not None and rope.short_factors else rope
+    both = (
+        rope_tables(short, head_dim, short_context, device),
+        rope_tables(rope, head_dim, max_position, device),
+    )
+    return RopeTables(*(torch.cat(parts) for parts in zip(*both, strict=True)))
+
+
+def turn(x: Tensor, rope: RopeTables, rows: Tensor) -> Tensor:
+    """Return x [T, H, D] turned by `rows` [T] of the tables, in its dtype; computed in fp32."""
+    cos, sin = (table[rows.long(), None] for table in rope)
     lo, hi = x.float().chunk(2, -1)
     return torch.cat((lo * cos - hi * sin, hi * cos + lo * sin), -1).to(x.dtype)

@@ -16,7 +16,7 @@ from qrt.layers.embedding import Embedding
 from qrt.layers.linear import Linear
 from qrt.layers.mlp import MLP, XIELUMLP
 from qrt.layers.norm import LayerNorm, NormLayer, RMSNorm, WholeNorm
-from qrt.layers.rope import RopeTables, rope_tables
+from qrt.layers.rope import RopeTables, tables_by_length
 from qrt.model.decoder import Decoder, DecoderLayer, Norms
 from qrt.model.fused import FusedDecoder
 from qrt.model.stacks import Stack, head_channels, stacks
@@ -107,8 +107,12 @@ class _Ropes:
         self._arch = arch
         self.q_scale = _q_scale(arch, device)
         self._tables = {
-            key: rope_tables(
-                None if key is None else arch.ropes[key], arch.head_dim, arch.max_position, device
+            key: tables_by_length(
+                None if key is None else arch.ropes[key],
+                arch.head_dim,
+                arch.max_position,
+                arch.short_context,
+                device,
             )
             for key in {layer.rope for layer in arch.layers} | ({None} if arch.qk_norm == "after" else set())
         }

@@ -170,7 +170,7 @@ class FusedLayer:
     ) -> list[Tensor]:
         """Store K and V, and return what the heads attended as `after_attention` takes it."""
         attention = self.layer.attention
-        q, k, v = attention.heads(qkv, step.positions)
+        q, k, v = attention.heads(qkv, step)
         if not _appends(attention, q, step, kv):
             return [attention.attend(q, k, v, step, kv, rope)]
         tokens, heads, head_dim = q.shape

@@ -31,7 +31,7 @@ def fit_smoothing(model: Decoder, formats: Sequence[KVFormat]) -> list[Tensor]:
     `max_model_len`. QrtError when the model computes infinities or NaN on its own vocabulary.
     """
     arch = model.arch
-    count = min(TOKENS, arch.max_position)
+    count = min(TOKENS, arch.short_context or arch.max_position)
     exact = [KV_FORMATS["fp16"]]  # layers run one after the other: each may use the slots of the last
     kv = KVStorage(exact, count, arch.num_kv_heads, arch.head_dim, model.dtype, model.device).layer(0)
     step = _prefill(model, count)
@@ -39,8 +39,9 @@ def fit_smoothing(model: Decoder, formats: Sequence[KVFormat]) -> list[Tensor]:
     x = model.embed(step.tokens, step.positions)
     for i, (layer, rope) in enumerate(zip(model.layers, model.ropes, strict=True)):
         attention, read = layer.attention, normed(layer.norms.attention_in, x)
-        q, k, _ = attention.heads(attention.qkv(read), step.positions)
-        table = settle(fit(q, k, *rope), turn(k[:1].float(), rope, step.positions[:1])[0], formats[i])
+        q, k, _ = attention.heads(attention.qkv(read), step)
+        first = turn(k[:1].float(), rope, step.positions[:1])[0]
+        table = settle(fit(q, k, *rope, short_context=arch.short_context), first, formats[i])
         if attention.scores.softcap:  # a cap sees what a softmax does not: that all scores of a query move
             table[2] = 0
         tables.append(table)

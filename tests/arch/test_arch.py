@@ -229,6 +229,17 @@ BAD = {
         CheckpointError,
         "short_factor as a list of 16",
     ),
+    "longrope without long factors": (
+        {
+            "rope_scaling": {
+                "type": "longrope",
+                "short_factor": [1.0] * 16,
+                "original_max_position_embeddings": 64,
+            }
+        },
+        CheckpointError,
+        "long_factor as a list of 16",
+    ),
     "linear without factor": (
         {"rope_scaling": {"type": "linear"}},
         CheckpointError,

@@ -1,11 +1,13 @@
 """A decoder whose next token depends on every token of the context, as read back through the slot table.
 
-It stores token ids and positions by slot where a real one stores K and V. The logits after a token are a
-hash of all tokens up to it, so a wrong slot, position, length or row changes what is generated, and
+It stores token ids, positions and turns by slot where a real one stores K and V. The logits after a token are
+a hash of all tokens up to it, so a wrong slot, position, length or row changes what is generated, and
 `next_logits` says from the definition what the whole loop must produce.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -72,7 +74,12 @@ class FakeDecoder:
     device = torch.device("cpu")
     queries = Queries(1, 32)
 
-    def __init__(self) -> None:
+    def __init__(self, short_context: int = 0) -> None:
+        if short_context:
+            own = RopeConfig(
+                10000.0, 16, "longrope", original_max_position=short_context, short_factors=(2.0,) * 8
+            )
+            self.arch = replace(self.arch, ropes={"all": own})
         self.steps = 0
         self.fail_at: set[int] = set()
         self.cache = torch.empty(0)
@@ -80,8 +87,9 @@ class FakeDecoder:
     def hidden(self, step, kv):
         self.steps += 1
         if not len(self.cache):
-            self.cache = torch.full((kv.num_slots + 1, 2), -1)
-        self.cache[step.slots.long()] = torch.stack([step.tokens, step.positions.long()], 1)
+            self.cache = torch.full((kv.num_slots + 1, 3), -1)
+        turns = step.positions if step.turns is None else step.turns
+        self.cache[step.slots.long()] = torch.stack([step.tokens, step.positions, turns], 1)
         if self.steps in self.fail_at:
             raise RuntimeError("injected fault\nwith a second line")
         assert len(set(step.slots.tolist())) == len(step.slots) == len(step.tokens)
@@ -101,8 +109,11 @@ class FakeDecoder:
         return torch.cat(states)[:, None]
 
     def _context(self, step, row, length):
-        tokens, positions = self.cache[step.slot_table[row, :length].long()].unbind(1)
+        tokens, positions, turns = self.cache[step.slot_table[row, :length].long()].unbind(1)
         assert torch.equal(positions, torch.arange(int(length))), "a slot of another position"
+        first, short = int(turns[0]), self.arch.short_context
+        assert torch.equal(turns, positions + first), "K of two RoPE tables"
+        assert first == short if length > short else first in (0, short)
         return _states(tokens)
 
     def logits(self, hidden):

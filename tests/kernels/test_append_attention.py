@@ -25,7 +25,9 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 class Step:
     """The newest token of each request: q, k and v of it before RoPE, its slot poisoned."""
 
-    def __init__(self, name, lens, Hq, Hkv, D, dtype, device, *, smooth=False, normed=False):
+    def __init__(
+        self, name, lens, Hq, Hkv, D, dtype, device, *, smooth=False, normed=False, first_turns=None
+    ):
         gen = torch.Generator().manual_seed(sum(lens) + D)
         self.held = held = cache(name, lens, Hkv, D, dtype, device)
         self.slots = held.slot_table[held.rows.long(), held.kv_lens.long() - 1]
@@ -36,6 +38,12 @@ class Step:
         if normed:  # q and k of their own, as behind norms of heads
             self.parts = self.parts[0].contiguous(), self.parts[1].contiguous(), self.parts[2]
         angles = torch.arange(max(lens))[:, None] * 10000.0 ** (-torch.arange(0, D, 2) / D)
+        self.turns, at = None, held.kv_lens.long() - 1
+        if first_turns is not None:  # the rows of the tables at which the requests begin
+            angles = torch.cat((angles, 0.3 * angles, 0.1 * angles))
+            at += torch.tensor(first_turns, device=device)
+            self.turns = at.int()
+        self.turned_at = at
         self.cos, self.sin = angles.cos().to(device), angles.sin().to(device)
         self.smoothing = None
         if smooth and KV_FORMATS[name].rotated:
@@ -51,7 +59,7 @@ class Step:
         """The buffers as `kv_write` leaves them."""
         held, live = self.held, self.held.kv_lens > 0
         parts, buffers = [x[live] for x in self.parts], [x.clone() for x in held.buffers]
-        at = held.kv_lens[live] - 1
+        at = self.turned_at[live].int()
         write(*parts, self.cos, self.sin, at, self.slots[live], buffers, self.smoothing, held.name)
         return buffers
 
@@ -64,14 +72,14 @@ class Step:
         append(
             *self.parts, self.cos, self.sin, held.buffers, self.smoothing, held.slot_table, held.rows,
             held.kv_lens, parts, [out] if digits is None else [digits.codes, digits.facts], held.name,
-            q.shape[-1] ** -0.5,
+            q.shape[-1] ** -0.5, turns=self.turns,
         )  # fmt: skip
         return out if digits is None else digits
 
     def truth(self):
         """Of requests with tokens, in fp64, from the cache's own K and V."""
         held, (rows,) = self.held, self.held.kv_lens.nonzero(as_tuple=True)
-        at = held.kv_lens[rows].long() - 1
+        at = self.turned_at[rows]
         q = rope(self.parts[0][rows], self.cos[at], self.sin[at])
         if self.smoothing is not None:
             gain = self.smoothing[0].double()
@@ -155,6 +163,17 @@ def test_rows_without_tokens_store_nothing(device, append, write, name):
     step = Step(name, [33, 5, 8], 4, 2, 64, torch.float32, device)
     step.pad([1])
     check(step, append, write, [2, 1, 1])
+
+
+@pytest.mark.ptx(append=[kernel.append_attention])
+@BOTH
+@FORMATS
+def test_requests_turn_by_rows_of_their_own(device, append, write, name):
+    """The tables hold three ways to turn, one behind the other; padding among the requests."""
+    first_turns = [70, 0, 140, 0, 140]
+    step = Step(name, [70, 3, 69, 5, 33], 4, 2, 64, SIXTEEN, device, smooth=True, first_turns=first_turns)
+    step.pad([3])
+    check(step, append, write, [2, 1, 3, 1, 1])
 
 
 def test_smoothing_of_another_model_is_refused(device):

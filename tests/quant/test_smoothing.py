@@ -96,13 +96,23 @@ def test_only_what_stays_over_the_context_is_shifted():
     assert (left[:, :4] < 0.02 * mean[:, :4]).all() and (left[:, -4:] > 0.98 * mean[:, -4:]).all()
 
 
-def test_the_shift_is_the_mean_over_positions_by_their_weight():
-    """Return the rest of K's mean after the shift, computed at every position and not from the average."""
+@pytest.mark.parametrize("short", [0, 100])
+def test_the_shift_is_the_mean_over_positions_by_their_weight(short):
+    """Return the rest of K's mean after the shift, computed at every position and not from the average.
+
+    Where the first positions turn in a second way, their rows stand in front.
+    """
     q, k = sample(0, bias=3.0)
-    q_gain, k_gain, shift = smoothing.fit(q, k, *ROPE)
+    slower = rope_tables(replace(CONFIG, theta=CONFIG.theta / 10), D, short, torch.device("cpu"))
+    rope = [torch.cat(both) for both in zip(slower, ROPE, strict=True)]
+    q_gain, k_gain, shift = smoothing.fit(q, k, *rope, short_context=short)
     mean = torch.complex(*k.double().mean(0).chunk(2, -1))
-    turned = sum(mean * torch.complex(*(table[p].double() for table in ROPE)) / (p + 512) for p in range(512))
-    want = turned / sum(1 / (p + 512) for p in range(512))
+    rows = [*range(short), *range(512)]  # the position of each row
+    turned = sum(
+        mean * torch.complex(*(table[row].double() for table in rope)) / (p + 512)
+        for row, p in enumerate(rows)
+    )
+    want = turned / sum(1 / (p + 512) for p in rows)
     torch.testing.assert_close(
         (shift / k_gain).double(), torch.cat((want.real, want.imag), -1), rtol=1e-4, atol=1e-5
     )

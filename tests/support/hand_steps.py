@@ -16,6 +16,7 @@ class Requests:
     """Some requests of at most `max_len` tokens; the slots of each are scattered over the whole pool.
 
     attend_cache    as in PrefillMeta
+    long            whether they turn as requests beyond `Arch.short_context` do
     """
 
     def __init__(
@@ -26,10 +27,12 @@ class Requests:
         num: int = 1,
         max_len: int = 160,
         attend_cache: bool = False,
+        long: bool = True,
     ) -> None:
         config = model.arch
         self.model = model
         self.attend_cache = attend_cache
+        self.first_turn = config.short_context if long else 0
         self.lengths = [0] * num
         formats = [KV_FORMATS[kv]] * config.num_layers
         self.storage = KVStorage(
@@ -68,6 +71,7 @@ class Requests:
             slot_table=self.slot_table,
             decode=self._decode(decodes) if decodes else None,
             prefill=self._prefill(len(decodes), chunks) if chunks else None,
+            turns=self._ints(positions) + self.first_turn if self.first_turn else None,
         )
 
     def _decode(self, rows: list[int]) -> DecodeMeta:

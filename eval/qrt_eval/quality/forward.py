@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from qrt.arch.rope import first_turn
 from qrt.errors import ConfigError
 from qrt.kernels.step import Chunks, PrefillMeta, StepMeta
 from qrt.llm import LLM
@@ -48,7 +49,10 @@ class PromptReader:
         chunk = Chunks([0], [end - start], [start], self.model.queries, attend_cache=True)
         prefill = PrefillMeta.of(chunk, self.model.device)  # request 0 has its position p in slot p
         positions = self._slots[start:end]
-        return StepMeta(tokens[start:end], positions, positions, self._slots[None], None, prefill)
+        turns = positions + first_turn(len(tokens), self.model.arch.short_context)
+        return StepMeta(
+            tokens[start:end], positions, positions, self._slots[None], None, prefill, turns=turns
+        )
 
 
 def scored_states(reader: PromptReader, ids: tuple[int, ...], first: int) -> Tensor:

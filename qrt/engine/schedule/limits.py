@@ -13,7 +13,11 @@ CACHED_TOKENS = 1 << 16
 
 @dataclass(frozen=True)
 class Limits:
-    """The caps of `EngineConfig`, resolved, and the sorted sizes to which steps with prompts are padded."""
+    """The caps of `EngineConfig`, resolved, and what the model and the machine set.
+
+    step_sizes      sorted sizes to which steps with prompts are padded
+    short_context   as in `Arch`: longer requests turn by other RoPE tables
+    """
 
     max_model_len: int
     max_num_seqs: int
@@ -21,6 +25,7 @@ class Limits:
     max_num_queued_reqs: int | None = None
     max_num_queued_tokens: int | None = None
     step_sizes: tuple[int, ...] = ()
+    short_context: int = 0
 
     @property
     def max_cached_tokens(self) -> int:

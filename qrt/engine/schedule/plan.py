@@ -97,12 +97,16 @@ class SamplingRules:
 
 
 class Admission(NamedTuple):
-    """A request that has just got a row of the request table, with its tokens so far."""
+    """A request that has just got a row of the request table, with its tokens so far.
+
+    first_turn   as in `qrt.arch.rope.first_turn`
+    """
 
     row: int
     sampling: SamplingRules
     prompt: Ints
     output: Sequence[int] = ()
+    first_turn: int = 0
 
 
 class Placement(NamedTuple):

@@ -35,6 +35,7 @@ class Request:
     max_len       length, prompt and output together, at which it ends; P for a request that only scores
     order         sort key of requests: (priority, number of arrival)
     cache_salt    it shares cached prefixes only with requests of the same salt
+    first_turn    the row of the RoPE tables for its position 0; set when it is started or resumed
     output        sampled tokens that are known
     pending       number of tokens that launched steps sample and that are not known yet
     length        number of tokens, prompt, output and pending
@@ -56,6 +57,7 @@ class Request:
     max_len: int
     order: tuple[int, int]
     cache_salt: str | None = None
+    first_turn: int = 0
     output: list[int] = field(default_factory=list)
     pending: int = 0
     in_flight: int = 0
@@ -83,6 +85,13 @@ class Request:
         return (
             np.concatenate([self.prompt, np.asarray(self.output, np.int32)]) if self.output else self.prompt
         )
+
+    @property
+    def salt(self) -> str | None:
+        """The salt under which its K/V are cached: K of one RoPE table is of no use with another."""
+        if self.cache_salt is None and not self.first_turn:
+            return None
+        return f"{self.first_turn}:{self.cache_salt or ''}"
 
     @property
     def generates(self) -> bool:

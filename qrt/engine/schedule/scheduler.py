@@ -3,7 +3,8 @@
 It batches continuously. A step decodes one token for every request whose prompt is done. It fills the rest of
 the token budget with chunks of prefill, in the order of the requests: as they came, or by priority. When the
 pool has no slot left for a decode, the last request in that order is paused. Its K/V go to the prefix cache,
-which may evict them, and it waits first among its equals. The first request always advances.
+which may evict them, and it waits first among its equals. The first request always advances. A request that
+grows beyond `Limits.short_context` is paused too: it then turns by other RoPE tables, from its first token.
 
 The next step may be planned while one runs. `plan` advances the requests by what the step will surely do, and
 `commit` adds the tokens when they are known. A request in a launched step cannot be paused: `plan` then
@@ -19,6 +20,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from qrt.arch.rope import first_turn
 from qrt.engine.schedule import lookahead
 from qrt.engine.schedule.admission import Growing
 from qrt.engine.schedule.limits import Limits
@@ -45,7 +47,7 @@ class Scheduler:
     """Holds the waiting and running requests and their slots. One thread at a time may call it.
 
     waiting, running   requests, sorted by their order
-    num_pauses         how often a request was paused so far
+    num_pauses         how often a request was paused so far because slots ran out
     """
 
     def __init__(
@@ -133,7 +135,7 @@ class Scheduler:
         if not prefilling and self._rows.wait_for_more(self.waiting):
             budget = 0
         while budget > 0 and (new := self._admit(cached)):
-            admitted.append(Admission(new.row, new.sampling, new.prompt, tuple(new.output)))
+            admitted.append(Admission(new.row, new.sampling, new.prompt, tuple(new.output), new.first_turn))
             prefilling.append((new, new.chunk(budget)))
             budget -= len(prefilling[-1][1].tokens)
             cached -= prefilling[-1][1].start
@@ -201,6 +203,8 @@ class Scheduler:
         would have to be paused is in a launched step.
         """
         decoding = [r for r in self.running if r.num_computed >= r.prefill_len and r.length < r.max_len]
+        if self.limits.short_context:
+            decoding = self._cross(decoding)
         num_pauses = self.num_pauses
         for request in lacking_slots(decoding):
             while request.seq is not None and not self._lookahead.give(request):
@@ -209,10 +213,26 @@ class Scheduler:
                     return None
                 assert len(self.running) > 1, "a request that fits the pool alone found no room"
                 self._pause(last)
+                self.num_pauses += 1
         if self.num_pauses > num_pauses:
             decoding = [request for request in decoding if request.seq is not None]
         self._lookahead.give_ahead(decoding)
         return decoding
+
+    def _cross(self, decoding: list[Request]) -> list[Request]:
+        """Pause the requests whose next token turns by other RoPE tables, and return the rest.
+
+        They are computed anew from their first token. One in a launched step waits for its commit.
+        """
+        crossing = [r for r in decoding if self._first_turn(r.length) != r.first_turn]
+        for request in crossing:
+            if not request.in_flight:
+                self._pause(request)
+                request.published = False  # under the other salt
+        return [r for r in decoding if r not in crossing]
+
+    def _first_turn(self, length: int) -> int:
+        return first_turn(length, self.limits.short_context)
 
     def _move_on(self, decoding: list[Request], prefilling: list[tuple[Request, Chunk]]) -> None:
         """Advance the requests by what the planned step will do."""
@@ -239,7 +259,6 @@ class Scheduler:
         """Take back the slots of a running request; it waits and keeps its tokens."""
         self._stop(request, keep=True)
         self.waiting.add(request)
-        self.num_pauses += 1
 
     def _stop(self, request: Request, keep: bool) -> None:
         """Take back the row and slots of a running request; `keep` keeps its K/V in the prefix cache.
@@ -267,13 +286,14 @@ class Scheduler:
             self._patience -= 1
             return None
         ids, reuse = request.ids, not request.scoring
+        request.first_turn = self._first_turn(len(ids))
         if not request.generates and len(ids) > 1:
             ids = ids[:-1]  # nothing is predicted from the last token
-        cached = self.kv.cached(ids, request.cache_salt) if reuse else 0
+        cached = self.kv.cached(ids, request.salt) if reuse else 0
         if cached > room or reuse and self._unpublished.shares(request, ids, cached):
             return None
         spare = self._spare(request, len(ids), cached) if self.running else 0
-        seq = self.kv.start(ids, reuse=reuse, spare=spare, salt=request.cache_salt)
+        seq = self.kv.start(ids, reuse=reuse, spare=spare, salt=request.salt)
         if seq is None:
             self._refused, self._patience = request, PATIENCE
             return None

@@ -51,4 +51,4 @@ class Unpublished:
 
 def _beginning(ids: Ints, request: Request) -> tuple[str | None, bytes]:
     """Return the key that two requests must have in common to share anything."""
-    return request.cache_salt, ids[:SHARED_TOKENS].tobytes()
+    return request.salt, ids[:SHARED_TOKENS].tobytes()

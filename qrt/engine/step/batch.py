@@ -77,9 +77,9 @@ def build(
         positions.append(sent["chunk_positions"])
         own = {name: sent[f"chunk {name}"] for name in ("rows", "query_start", "cached_start", "tiles")}
         prefill = PrefillMeta(**own, num_cached=chunks.num_cached, attend_cache=attend_cache)
-    at = _join(positions)
-    slots = table.slots(_join(rows), at)
-    step = StepMeta(_join(tokens), at, slots, table.slot_table, decode, prefill)
+    at, held = _join(positions), _join(rows)
+    slots, turns = table.slots(held, at), table.turns(held, at)
+    step = StepMeta(_join(tokens), at, slots, table.slot_table, decode, prefill, turns=turns)
     targets = {c.request_id: sent[f"targets {c.request_id}"] for c in plan.chunks if c.scoring}
     return Batch(step, SampleBatch.of(plan, sent), targets)
 

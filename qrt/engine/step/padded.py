@@ -80,8 +80,8 @@ class PaddedInputs:
 
     def decodes(self, size: int) -> StepMeta:
         """Return a step of `size` decodes."""
-        ids, positions, slots, decode = self._described(size, size)
-        return StepMeta(ids, positions, slots, self._table.slot_table, decode, None)
+        ids, positions, slots, turns, decode = self._described(size, size)
+        return StepMeta(ids, positions, slots, self._table.slot_table, decode, None, turns=turns)
 
     def chunks(self, size: int, decodes: int, attended: Tensor) -> StepMeta:
         """Return a step of `size` tokens: the first `decodes` may decode, the rest belong to chunks.
@@ -90,12 +90,14 @@ class PaddedInputs:
         """
         chunks = self._chunks(size)
         self._table.length.index_copy_(0, chunks["rows"].long(), chunks.pop("ends"))
-        ids, positions, slots, decode = self._described(size, decodes)
+        ids, positions, slots, turns, decode = self._described(size, decodes)
         prefill = PrefillMeta(**chunks, num_cached=self._num_cached, attend_cache=self._attend_cache)
-        return StepMeta(ids, positions, slots, self._table.slot_table, decode, prefill, attended)
+        return StepMeta(ids, positions, slots, self._table.slot_table, decode, prefill, attended, turns)
 
-    def _described(self, size: int, decodes: int) -> tuple[Tensor, Tensor, Tensor, DecodeMeta | None]:
-        """Return ids, positions and slots of the tokens, and the metadata of the first `decodes`."""
+    def _described(
+        self, size: int, decodes: int
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, DecodeMeta | None]:
+        """Return ids, positions, slots and turns of the tokens, and the metadata of the first `decodes`."""
         table, inputs = self._table, self._tokens(size)
         ids, positions, slots, kv_lens, parts = token_inputs(
             inputs,
@@ -108,7 +110,7 @@ class PaddedInputs:
             self._windows,
         )
         decode = DecodeMeta(inputs[0, :decodes], kv_lens, parts.unbind(), newest=True) if decodes else None
-        return ids, positions, slots, decode
+        return ids, positions, slots, table.turns(inputs[0], positions), decode
 
     def pad(self, size: int, *, chunks: bool) -> None:
         """Fill the inputs with padding alone."""

@@ -40,7 +40,13 @@ def peak_step_bytes(
     kv = KVStorage(formats, slots, heads, dim, model.dtype, model.device, smoothing)
     torch.cuda.reset_peak_memory_stats(model.device)
     before = torch.cuda.memory_allocated(model.device)
-    table = RequestTable(limits.max_num_seqs, limits.max_model_len, kv.pad_slot, model.device)
+    table = RequestTable(
+        limits.max_num_seqs,
+        limits.max_model_len,
+        kv.pad_slot,
+        model.device,
+        short_context=limits.short_context,
+    )
     adjustments = Adjustments(config.vocab_size, (), model.device)
     runner, plan = Runner(model, kv, table, adjustments), largest_plan(limits)
     with compiling():

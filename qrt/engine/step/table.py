@@ -32,9 +32,18 @@ class RequestTable:
     seed          [R] int64
     min_p         [R] fp32    0: off
     slot_table    [R, Lmax] int32   slot of each position; stale beyond a request's length
+    first_turn    [R] int32   row of the RoPE tables for its position 0; None: all turn by their position
     """
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, pad_slot: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        max_num_seqs: int,
+        max_model_len: int,
+        pad_slot: int,
+        device: torch.device,
+        *,
+        short_context: int = 0,
+    ) -> None:
         rows = max_num_seqs + 1
         width = -(-max_model_len // ROW_MULTIPLE) * ROW_MULTIPLE
         self.device = device
@@ -46,10 +55,11 @@ class RequestTable:
         self.top_p = torch.ones(rows, dtype=torch.float32, device=device)
         self.min_p = torch.zeros(rows, dtype=torch.float32, device=device)
         self.seed = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.first_turn = torch.zeros_like(self.length) if short_context else None
         self.slot_table = torch.full((rows, width), pad_slot, dtype=torch.int32, device=device)
 
     def admit(self, admitted: Sequence[Admission]) -> None:
-        """Write the sampling parameters of requests that have just got a row."""
+        """Write the sampling parameters of requests that have just got a row, and how they turn."""
         sampling = [new.sampling for new in admitted]
         columns: dict[str, NDArray[Any]] = {
             "seed": np.array([s.seed for s in sampling], np.int64),
@@ -58,6 +68,8 @@ class RequestTable:
             "top_p": np.array([s.top_p for s in sampling], np.float32),
             "min_p": np.array([s.min_p for s in sampling], np.float32),
         }
+        if self.first_turn is not None:
+            columns["first_turn"] = np.array([new.first_turn for new in admitted], np.int32)
         rows = np.array([new.row for new in admitted], np.int64)
         sent = to_device({"rows": rows, **columns}, self.device)
         for name in columns:
@@ -74,6 +86,10 @@ class RequestTable:
     def slots(self, rows: Tensor, positions: Tensor) -> Tensor:
         """Return the slots int32 [n] of `positions` [n] in `rows` [n]."""
         return self.slot_table.view(-1)[rows.long() * self.slot_table.shape[1] + positions]
+
+    def turns(self, rows: Tensor, positions: Tensor) -> Tensor | None:
+        """Return `StepMeta.turns` of tokens at `positions` [T] in `rows` [T]."""
+        return None if self.first_turn is None else positions + self.first_turn[rows.long()]
 
     def advance(self, rows: Tensor, tokens: Tensor, drawn: Tensor | None = None) -> None:
         """Store the sampled `tokens` int64 [n] of `rows` int64 [n]; `drawn` int32 [n] is 0 for padding."""

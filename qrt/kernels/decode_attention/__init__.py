@@ -19,12 +19,13 @@ slopes       fp32 [Hq]: what each head's scores lose for each token of distance 
 Query head h reads KV head h // (Hq/Hkv).
 
 append_attention(q, k, v, cos, sin, kv, smoothing, slot_table, rows, kv_lens, parts, out, format, scale,
-                 window=0, softcap=0.0, slopes=None)
+                 window=0, softcap=0.0, slopes=None, turns=None)
 
 Does `kv_write` of each request's newest token and then `decode_attention`, in one launch. q [B, Hq, D] and
 k, v [B, Hkv, D] are given before RoPE and stay as they are. The token has position kv_lens - 1 and that
-position's slot. No request may come twice. `out` is [out as above], or [codes, facts] of it as `Digits` if D
-is 128. Raises ValueError for a format whose `KVFormat.appends` is false.
+position's slot. It turns by that row of cos and sin too, or by row `turns` int32 [B]. No request may come
+twice. `out` is [out as above], or [codes, facts] of it as `Digits` if D is 128. Raises ValueError for a
+format whose `KVFormat.appends` is false.
 
 Where kernels overlap (`gpu.overlaps`), the kernel launched just before may still be writing q, k, v and
 tokens of the cache. With `newest`, and in `append_attention`, tiles are loaded before that kernel is done. It

@@ -129,9 +129,9 @@ def _merge(
 
 
 @triton.jit
-def _angles(new, position, dims, real, D: tl.constexpr):
-    """Load cos and sin [1, H] of a position."""
-    at = position.to(tl.int64) * (D // 2) + dims
+def _angles(new, turn, dims, real, D: tl.constexpr):
+    """Load cos and sin [1, H] of row `turn` of the tables."""
+    at = turn.to(tl.int64) * (D // 2) + dims
     cos, sin = tl.load(new[2] + at, mask=real, other=0.0), tl.load(new[3] + at, mask=real, other=0.0)
     return cos[None, :], sin[None, :]
 
@@ -219,10 +219,10 @@ def _attend_kernel(  # noqa: C901 -- its branches are constants, or shared by al
 ):  # fmt: skip
     """Grid (Hkv / TOGETHER, P).
 
-    partial [P, Hq, D] and lse [P, Hq] take normalized parts. `new` is k, v, cos, sin and the strides of k and
-    v, or None if the cache already holds the last token. softcap and slopes are in base 2, or None. NEWEST
-    says that the kernel before writes no tokens but the last. With ROOM above 0, out and facts are the
-    tensors of `Digits`.
+    partial [P, Hq, D] and lse [P, Hq] take normalized parts. `new` is k, v, cos, sin, the strides of k and
+    v, and turns, or None if the cache already holds the last token. softcap and slopes are in base 2, or
+    None. NEWEST says that the kernel before writes no tokens but the last. With ROOM above 0, out and facts
+    are the tensors of `Digits`.
     """
     EARLY: tl.constexpr = launch_pdl and ROOM > 0
     if EARLY:  # the kernel that reads Digits requests its weights before it waits
@@ -238,7 +238,8 @@ def _attend_kernel(  # noqa: C901 -- its branches are constants, or shared by al
     dims, real = part_columns(D, FMT.parts, H)
     if new is not None:
         position = tl.maximum(tl.load(kv_lens + request) - 1, 0)
-        angles = _angles(new, position, dims, real, D)
+        turn = position if new[6] is None else tl.load(new[6] + request)
+        angles = _angles(new, turn, dims, real, D)
     if launch_pdl:  # the kernel before writes the query and the last token, which is not loaded ahead
         if (AHEAD == 0) | (not NEWEST) | (is_last & ((new is not None) | (end - start <= AHEAD * TILE))):
             gdc_wait()
@@ -352,6 +353,7 @@ def append_attention(
     window: int = 0,
     softcap: float = 0.0,
     slopes: Tensor | None = None,
+    turns: Tensor | None = None,
 ) -> None:
     """See the package's docstring."""
     refuse_others(format)
@@ -360,7 +362,9 @@ def append_attention(
     expect(v, "B Hkv D", q.dtype, "v", B=B, Hkv=Hkv, D=D)
     if smoothing is not None:
         expect(smoothing, "3 Hkv D", torch.float32, "smoothing", Hkv=Hkv, D=D)
-    new = k, v, cos, sin, token_stride(k, "k"), token_stride(v, "v")
+    if turns is not None:
+        expect(turns, "B", torch.int32, "turns", B=B)
+    new = k, v, cos, sin, token_stride(k, "k"), token_stride(v, "v"), turns
     rule = Scores(scale, window, softcap=softcap, slopes=slopes)
     _launch(q, new, smoothing, kv, slot_table, rows, kv_lens, parts, out, format, rule, True)
 

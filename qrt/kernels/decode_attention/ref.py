@@ -78,14 +78,16 @@ def append_attention(
     window: int = 0,
     softcap: float = 0.0,
     slopes: Tensor | None = None,
+    turns: Tensor | None = None,
 ) -> None:
     """See the package's docstring."""
     refuse_others(format)
     live = kv_lens > 0
     positions = kv_lens[live].long() - 1
+    angles = positions if turns is None else turns[live].long()
     slots = slot_table[rows[live].long(), positions].long()
     queries = q[live]
-    kv_write(queries, k[live], v[live], cos, sin, positions, slots, kv, smoothing, format)
+    kv_write(queries, k[live], v[live], cos, sin, angles, slots, kv, smoothing, format)
     turned = q.clone()
     turned[live] = queries
     attended = out[0] if len(out) == 1 else torch.empty(q.shape, dtype=q.dtype, device=q.device)

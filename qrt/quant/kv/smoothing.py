@@ -36,17 +36,20 @@ COMMON = 512
 FLOOR = 1e-4  # least energy of a pair, as a share of the mean energy: keeps gains within 10x
 
 
-def fit(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def fit(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, short_context: int = 0) -> Tensor:
     """Fit the table of one layer to a sample of its q [T, Hq, D] and k [T, Hkv, D], before RoPE.
 
-    cos, sin fp32 [P, D/2] cover all positions of the model, from 0 on. The shift is K's mean before RoPE,
+    cos, sin fp32 [P, D/2] cover all positions of the model, from 0 on, behind those up to `short_context` as
+    short requests turn there. The shift is K's mean before RoPE,
     turned to each position and averaged: only channels that turn slowly keep much of it, and for them it is
     nearly the same at every position.
 
     Returns t, fp32 [3, Hkv, D]: q' = q * t[0] (of its KV head), k' = k * t[1] - t[2].
     """
     q, k = q.float(), k.float()
-    weights = 1 / (torch.arange(len(cos), dtype=torch.float32, device=cos.device) + COMMON)
+    positions = torch.arange(len(cos), dtype=torch.float32, device=cos.device)
+    positions[short_context:] -= short_context
+    weights = 1 / (positions + COMMON)
     c, s = (weights @ table / weights.sum() for table in (cos, sin))
     lo, hi = k.mean(0).chunk(2, -1)  # [Hkv, D/2]
     mean_lo, mean_hi = lo * c - hi * s, hi * c + lo * s
