@@ -37,6 +37,12 @@ class RopeConfig:
     short_factors: tuple[float, ...] = ()
     length: float = 1.0
 
+    def of_length(self, tokens: int) -> RopeConfig:
+        """Return how a request of so many tokens turns."""
+        if not self.short_factors or tokens > self.original_max_position:
+            return self
+        return replace(self, factors=self.short_factors, short_factors=())
+
 
 def first_turn(length: int, short_context: int) -> int:
     """Return the row of the RoPE tables for position 0 of a request of `length` tokens.

@@ -9,7 +9,6 @@ The rotation itself happens in `qrt.kernels.kv_write`.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -100,7 +99,7 @@ def tables_by_length(
     rope: RopeConfig | None, head_dim: int, max_position: int, short_context: int, device: torch.device
 ) -> RopeTables:
     """Return `rope_tables` of all positions, behind those of requests that fit `short_context` (0: none)."""
-    short = replace(rope, factors=rope.short_factors) if rope is not None and rope.short_factors else rope
+    short = None if rope is None else rope.of_length(short_context)
     both = (
         rope_tables(short, head_dim, short_context, device),
         rope_tables(rope, head_dim, max_position, device),

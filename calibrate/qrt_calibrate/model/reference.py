@@ -44,7 +44,10 @@ def around(arch: Arch, seqlen: int, device: torch.device) -> list[Around]:
     q_scale = None
     if arch.q_scale is not None:
         q_scale = 1 + arch.q_scale.strength * torch.log1p(positions // arch.q_scale.length)
-    ropes = {key: rope_tables(rope, arch.head_dim, seqlen, device) for key, rope in arch.ropes.items()}
+    ropes = {
+        key: rope_tables(rope.of_length(seqlen), arch.head_dim, seqlen, device)
+        for key, rope in arch.ropes.items()
+    }
     masks = {window: _mask(arch, window, positions) for window in arch.windows}
     return [
         Around(positions, None if layer.rope is None else ropes[layer.rope], masks[arch.window(i)], q_scale)

@@ -16,11 +16,16 @@ from qrt_calibrate.model.executor import LayerExecutor
 from qrt_calibrate.rounding.observe import Moments, inputs_of, norm_weights
 from tiny_models import LLAMA3_ROPE
 
+FACTORS = {"short_factor": [1.0 + i / 32 for i in range(32)], "long_factor": [2.0 + i for i in range(32)]}
+LONGROPE = {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4} | FACTORS, "pad_token_id": 0}
+LONGROPE |= {"num_attention_heads": 2}  # heads of 64
 CASES = [
     ("LlamaForCausalLM", {"rope_parameters": LLAMA3_ROPE, "attention_bias": True}),
     ("MistralForCausalLM", {"sliding_window": 16}),
     ("Qwen2ForCausalLM", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}),
     ("Qwen3ForCausalLM", {"tie_word_embeddings": True}),
+    ("Phi3ForCausalLM", LONGROPE | {"original_max_position_embeddings": 40}),  # all fits
+    ("Phi3ForCausalLM", LONGROPE | {"original_max_position_embeddings": 39}),
 ]
 
 
