@@ -41,9 +41,9 @@ class Embedding:
         return normed(self.norm, x)
 
     @property
-    def plain(self) -> bool:
-        """Whether the rows are taken as they are."""
-        return self.scale == 1.0 and self.positions is None and self.norm is None
+    def scaled_rows(self) -> bool:
+        """Whether the rows are multiplied by the scale, and that is all."""
+        return self.positions is None and self.norm is None
 
     def parameters(self) -> list[Tensor]:
         """Every tensor it holds."""

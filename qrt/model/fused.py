@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -27,45 +26,24 @@ from qrt.kernels.attention import append
 from qrt.kernels.chain import Link, chain, fits
 from qrt.kernels.decode_attention.blocks import block_of, measured_block
 from qrt.kernels.gpu import launches_on
-from qrt.kernels.linear import (
-    linear_act,
-    linear_act_int8,
-    linear_int8,
-    linear_int8_shares,
-    linear_shares,
-)
+from qrt.kernels.linear import linear_act, linear_act_int8
 from qrt.kernels.linear.product import Epilogue
-from qrt.kernels.rmsnorm import add_rmsnorm, add_rmsnorm_int8, embed_rmsnorm
+from qrt.kernels.rmsnorm import embed_rmsnorm
 from qrt.kernels.step import KVLayer, StepMeta
 from qrt.layers.attention import Attention
 from qrt.layers.linear import Linear
-from qrt.layers.mlp import MLP
-from qrt.layers.norm import NormLayer, RMSNorm
+from qrt.layers.norm import NormLayer, normed
 from qrt.layers.rope import RopeTables
 from qrt.mem.storage import KVStorage
+from qrt.model import merged
 from qrt.model.decoder import Decoder, DecoderLayer
+from qrt.model.merged import AddNorm, for_norm, int8_for_norm, rms_norm, takes_int8
+from qrt.model.unfused import unfused_part
 from qrt.quant.digits import GROUP, Digits, room_for
 from qrt.quant.kv import KV_FORMATS
 from qrt.quant.tokens import QuantizedTokens
-from qrt.quant.weight import WEIGHT_SCHEMES
 
 logger = logging.getLogger(__name__)
-
-SPLIT_TOKENS = 64  # most tokens whose int8 product is left in split sums: more are not split along K
-
-# the parts of a layer that the kernels compute, by their exact classes: a subclass computes something else
-KNOWN_PARTS: dict[str, type] = {
-    "norms.attention_in": RMSNorm,
-    "attention": Attention,
-    "attention.qkv": Linear,
-    "attention.o": Linear,
-    "norms.mlp_in": RMSNorm,
-    "norms.attention_out": type(None),
-    "norms.mlp_out": type(None),
-    "mlp": MLP,
-    "mlp.gate_up": Linear,
-    "mlp.down": Linear,
-}
 
 
 @dataclass(eq=False, repr=False)
@@ -93,13 +71,13 @@ class FusedDecoder(Decoder):
     def hidden(self, step: StepMeta, kv: KVStorage) -> Tensor:
         """Run one step, as `Decoder.hidden`."""
         first = self.layers[0]
-        norm = _rms_norm(first.norms.attention_in)
+        norm, embed = rms_norm(first.norms.attention_in), self.embed
         with launches_on(self.device):
-            if self.embed.plain:
-                residual, x = embed_rmsnorm(step.tokens, self.embed.weight, norm.weight, norm.eps)
+            if norm is not None and embed.scaled_rows:
+                residual, x = embed_rmsnorm(step.tokens, embed.weight, norm.weight, norm.eps, embed.scale)
             else:
-                residual = self.embed(step.tokens, step.positions)
-                x = norm(residual)
+                residual = embed(step.tokens, step.positions)
+                x = normed(norm, residual)
             x = first.attention.qkv(x)
             for i, layer in enumerate(self.fused):
                 x = layer(x, residual, step, kv.layer(i), self.ropes[i])
@@ -110,16 +88,19 @@ class FusedLayer:
     """A layer from its attention on, and what reads it: the norm that follows, and the next q, k and v.
 
     layer       the plain layer, whose weights it runs
-    norm        the next layer's norm in front of attention, or the final norm
+    to_mlp      the addition of what attention gives, and the norm in front of the mlp
+    to_next     the addition of what the mlp gives, and the next layer's norm in front of attention, or the
+                final norm
     next_qkv    the next layer's attention.qkv, or None behind the last layer
     """
 
     def __init__(self, layer: DecoderLayer, norm: NormLayer | None, next_qkv: Linear | None) -> None:
+        norms, scale = layer.norms, layer.residual_scale
         self.layer = layer
-        self.mlp_norm = _rms_norm(layer.norms.mlp_in)
-        self.norm = _rms_norm(norm)
+        self.to_mlp = AddNorm.of(norms.attention_out, scale, norms.mlp_in)
+        self.to_next = AddNorm.of(norms.mlp_out, scale, norm)
         self.next_qkv = next_qkv
-        self.link = _link(layer, self.norm, next_qkv)
+        self.link = _link(layer, self.to_mlp, self.to_next, next_qkv)
 
     def __call__(
         self, qkv: Tensor, residual: Tensor, step: StepMeta, kv: KVLayer, rope: RopeTables
@@ -145,9 +126,9 @@ class FusedLayer:
         `tokens` has as many rows as the step, and its device.
         """
         o, gate_up, down = self.layer.attention.o, self.layer.mlp.gate_up, self.layer.mlp.down
-        joined = self.layer.mlp.gated and _takes_int8(gate_up) == _takes_int8(down)
+        joined = self.layer.mlp.gated and takes_int8(gate_up) == takes_int8(down)
         sums = {
-            name: Epilogue.PARTIAL_SUMS if _splits(linear, tokens) else Epilogue.PLAIN
+            name: Epilogue.PARTIAL_SUMS if merged.splits(linear, tokens) else Epilogue.PLAIN
             for name, linear in (("o", o), ("down", down))
         }
         return sums | {"gate_up": Epilogue.ACT_MUL if joined else Epilogue.PLAIN}
@@ -160,10 +141,10 @@ class FusedLayer:
         if chained and self.link is not None:
             return chain(attended, residual, self.link)
         (y,) = attended
-        y = self._mlp(_for_norm(self.layer.attention.o, y), residual)
+        y = self._mlp(for_norm(self.layer.attention.o, y), residual)
         if self.next_qkv is None:
-            return _add_norm(self.norm, residual, y)
-        return _linear_of_norm(self.next_qkv, self.norm, residual, y)
+            return self.to_next(residual, y)
+        return self.to_next.linear(self.next_qkv, residual, y)
 
     def _attend(
         self, qkv: Tensor, step: StepMeta, kv: KVLayer, rope: RopeTables, chained: bool
@@ -183,60 +164,40 @@ class FusedLayer:
         return out if len(out) == 2 else [out[0].flatten(1)]
 
     def _mlp(self, y: Tensor, residual: Tensor) -> Tensor:
-        """Add y, which may be split sums, to `residual` in place; return the MLP of it, as `_for_norm`."""
-        norm, mlp = self.mlp_norm, self.layer.mlp
+        """Add y, which may be split sums, to `residual` in place; return the MLP of it, as `for_norm`."""
+        mlp = self.layer.mlp
         gate_up, down, act = mlp.gate_up, mlp.down, mlp.act
-        if mlp.gated and not _takes_int8(gate_up) and not _takes_int8(down):
-            x = _add_norm(norm, residual, y)
+        if mlp.gated and not takes_int8(gate_up) and not takes_int8(down):
+            x = self.to_mlp(residual, y)
             return down(linear_act(x, gate_up.tensors, gate_up.bias, gate_up.scheme, act))
-        if mlp.gated and _takes_int8(gate_up) and _takes_int8(down):
-            tokens = _add_norm_int8(norm, residual, y)
+        if mlp.gated and takes_int8(gate_up) and takes_int8(down):
+            tokens = self.to_mlp.int8(residual, y)
             weight = gate_up.tensors, gate_up.bias, gate_up.scheme
             codes, scale = linear_act_int8(tokens.codes, tokens.scale, *weight, tokens.dtype, act)
-            return _int8_for_norm(down, QuantizedTokens(codes, scale, tokens.dtype))
-        both = _linear_of_norm(gate_up, norm, residual, y)
-        if not _takes_int8(down):
+            return int8_for_norm(down, QuantizedTokens(codes, scale, tokens.dtype))
+        both = self.to_mlp.linear(gate_up, residual, y)
+        if not takes_int8(down):
             return down(act_mul(both, act, mlp.gated))
         codes, scale = act_mul_int8(both, act, mlp.gated)
-        return _int8_for_norm(down, QuantizedTokens(codes, scale, both.dtype))
+        return int8_for_norm(down, QuantizedTokens(codes, scale, both.dtype))
 
 
-def unfused_part(decoder: Decoder) -> str | None:
-    """Return the first fact of a layer that the fused kernels do not compute, None if they compute all."""
-    for i, layer in enumerate(decoder.layers):
-        if type(layer) is not DecoderLayer:
-            return f"layer {i}: it is a {type(layer).__name__}"
-        for name, known in KNOWN_PARTS.items():
-            part = attrgetter(name)(layer)
-            if type(part) is not known:
-                return f"layer {i}: {name} is a {type(part).__name__}"
-        if layer.parallel:
-            return f"layer {i}: attention and mlp read the same norm or stream"
-        if layer.residual_scale != 1.0:
-            return f"layer {i}: what it adds is scaled"
-    if type(decoder.norm) is not RMSNorm:
-        return f"the last norm is a {type(decoder.norm).__name__}"
-    return None
-
-
-def _rms_norm(norm: NormLayer | None) -> RMSNorm:
-    """Return a norm that `unfused_part` has found to be an RMSNorm."""
-    assert isinstance(norm, RMSNorm)
-    return norm
-
-
-def _link(layer: DecoderLayer, norm: RMSNorm, next_qkv: Linear | None) -> Link | None:
+def _link(layer: DecoderLayer, to_mlp: AddNorm, to_next: AddNorm, next_qkv: Linear | None) -> Link | None:
     """Return what `chain` takes.
 
     Returns None where the products differ in scheme or the norms in eps, where one of the products other
-    than `next_qkv` has a bias, or where the mlp is not that of `chain`.
+    than `next_qkv` has a bias, where a norm stands behind a block or none in front of it, or where the mlp is
+    not that of `chain`.
     """
     own = [layer.attention.o, layer.mlp.gate_up, layer.mlp.down]
-    mlp_norm = _rms_norm(layer.norms.mlp_in)
     schemes = {linear.scheme for linear in own} | ({next_qkv.scheme} if next_qkv else set())
-    if layer.mlp.act != "silu" or not layer.mlp.gated:
+    if layer.mlp.act != "silu" or not layer.mlp.gated or layer.residual_scale != 1.0:
         return None
-    if len(schemes) > 1 or mlp_norm.eps != norm.eps or any(linear.bias is not None for linear in own):
+    if to_mlp.behind or to_next.behind or to_mlp.norm is None or to_next.norm is None:
+        return None
+    if len(schemes) > 1 or to_mlp.norm.eps != to_next.norm.eps:
+        return None
+    if any(linear.bias is not None for linear in own):
         return None
     return Link(
         o=layer.attention.o.tensors,
@@ -244,9 +205,9 @@ def _link(layer: DecoderLayer, norm: RMSNorm, next_qkv: Linear | None) -> Link |
         down=layer.mlp.down.tensors,
         qkv=next_qkv.tensors if next_qkv else [],
         bias=next_qkv.bias if next_qkv else None,
-        mlp_norm=mlp_norm.weight,
-        norm=norm.weight,
-        eps=norm.eps,
+        mlp_norm=to_mlp.norm.weight,
+        norm=to_next.norm.weight,
+        eps=to_mlp.norm.eps,
         scheme=layer.mlp.down.scheme,
     )
 
@@ -257,49 +218,3 @@ def _appends(attention: Attention, q: Tensor, step: StepMeta, kv: KVLayer) -> bo
         return False
     block = measured_block(KV_FORMATS[kv.format], len(q), *attention.qkv_heads[:2])
     return block_of(block, attention.head_dim, q.dtype).appends
-
-
-def _takes_int8(linear: Linear) -> bool:
-    """Return whether the Linear quantizes its input token by token, so that it may come as codes."""
-    return WEIGHT_SCHEMES[linear.scheme].int8_tokens
-
-
-def _add_norm(norm: RMSNorm, residual: Tensor, y: Tensor) -> Tensor:
-    """Add y [T, H], or split sums of it, to `residual` in place; return the norm of the sum."""
-    return add_rmsnorm(residual, y, norm.weight, norm.eps)
-
-
-def _add_norm_int8(norm: RMSNorm, residual: Tensor, y: Tensor) -> QuantizedTokens:
-    """Do as `_add_norm`, and return codes."""
-    codes, scale = add_rmsnorm_int8(residual, y, norm.weight, norm.eps)
-    return QuantizedTokens(codes, scale, residual.dtype)
-
-
-def _linear_of_norm(linear: Linear, norm: RMSNorm, residual: Tensor, y: Tensor) -> Tensor:
-    """Add y to `residual` in place; return `linear` of the norm of the sum [T, N]."""
-    if _takes_int8(linear):
-        return _int8_product(linear, _add_norm_int8(norm, residual, y))
-    return linear(_add_norm(norm, residual, y))
-
-
-def _int8_product(linear: Linear, x: QuantizedTokens) -> Tensor:
-    """Return `linear` of tokens that are quantized already, [T, N]."""
-    return linear_int8(x.codes, x.scale, linear.tensors, linear.bias, linear.scheme, x.dtype)
-
-
-def _for_norm(linear: Linear, x: Tensor) -> Tensor:
-    """Return `linear` of x [T, K] for a norm that adds it: [T, N], or split sums fp32 [S, T, N]."""
-    return linear_shares(x, linear.tensors, linear.scheme) if _splits(linear, x) else linear(x)
-
-
-def _int8_for_norm(linear: Linear, x: QuantizedTokens) -> Tensor:
-    """Do as `_for_norm` with tokens that are quantized already."""
-    if _splits(linear, x.codes):
-        return linear_int8_shares(x.codes, x.scale, linear.tensors, linear.scheme)
-    return _int8_product(linear, x)
-
-
-def _splits(linear: Linear, x: Tensor) -> bool:
-    """Return whether the product with x is left in split sums."""
-    few = x.is_cuda and len(x) <= SPLIT_TOKENS
-    return few and linear.bias is None and _takes_int8(linear)

@@ -5,7 +5,7 @@ import torch
 from operators import check_operator
 
 from backends import COMPILED
-from qrt.kernels.rmsnorm import add_rmsnorm, add_rmsnorm_int8, kernel, ref, rmsnorm
+from qrt.kernels.rmsnorm import add_normed, add_rmsnorm, add_rmsnorm_int8, kernel, ref, rmsnorm
 from qrt.quant import affine
 
 CPU = torch.device("cpu")
@@ -65,6 +65,10 @@ def test_rows_of_a_table(device, implementation, dtype, tokens, width):
     rows, y = implementation(ids, table, weight, EPS)
     assert torch.equal(rows, table[ids]) and rows.is_contiguous()
     check(y, rows, weight)
+    scaled, y = implementation(ids, table, weight.float(), EPS, 55.5)
+    if COMPILED or dtype != torch.bfloat16:
+        assert torch.equal(scaled, table[ids] * 55.5)
+    check(y, scaled, weight)
 
 
 @pytest.mark.parametrize("implementation", [ref.add_rmsnorm, kernel.add_rmsnorm], ids=["ref", "triton"])
@@ -77,6 +81,54 @@ def test_residual_is_added_in_place(device, implementation, dtype, shape):
     exact = before.double() + x.double()
     assert ((residual.double() - exact).abs() <= BOUND[dtype] * exact.abs()).all()
     check(y, residual, weight)
+
+
+def weights(dtype, k, device):
+    """Of a norm behind a block and of the one that reads the sum: in the dtype, in fp32, absent."""
+    own = inputs((k,), dtype, device)[1]
+    wide = own.float() * 1.0001  # no number of 16 bits
+    return [(own, own), (wide, own), (wide, wide), (own, None), (None, wide), (None, None)]
+
+
+@pytest.mark.ptx(dtype=[torch.bfloat16], implementation=[kernel], shape=[(13, 1000)])
+@pytest.mark.parametrize("implementation", [ref, kernel], ids=["ref", "triton"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 256), (13, 1000), (0, 64)])
+@pytest.mark.parametrize("scale", [1.0, 0.22])
+def test_what_is_added_is_normed_and_scaled(device, implementation, dtype, shape, scale):
+    """residual += scale * norm(x), and the norm of that, each rounded."""
+    x, before = (inputs(shape, dtype, device)[0] for _ in range(2))
+    for inner, weight in weights(dtype, shape[-1], device):
+        added = inner, 1e-3, scale
+        residual, second = before.clone(), before.clone()
+        implementation.add_normed(residual, x, *added)
+        wide = x.double()
+        if inner is not None:
+            wide = wide / (wide.square().mean(-1, keepdim=True) + 1e-3).sqrt() * inner.double()
+        wide *= scale
+        error = BOUND[dtype] * (before.double() + wide).abs() + 3 * BOUND[dtype] * wide.abs()
+        assert ((residual.double() - before.double() - wide).abs() <= error).all()
+        codes, token_scale = implementation.add_rmsnorm_int8(second, x, weight, EPS, *added)
+        assert torch.equal(second, residual)
+        y = residual
+        if weight is not None:
+            y = implementation.add_rmsnorm(before.clone(), x, weight, EPS, *added)
+            check(y, residual, weight)
+        if device.type == "cpu" or implementation is kernel:  # on a GPU torch divides by a number inexactly
+            assert_quantized(codes, token_scale, y)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norm_behind_a_block_is_rounded_before_it_is_added(dtype):
+    """As in Gemma: 1 + weight multiplies in fp32, the norm is rounded, then it is added."""
+    from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+
+    x, weight = inputs((6, 256), dtype, "cpu")
+    module, residual = Gemma2RMSNorm(256, eps=EPS), inputs((6, 256), dtype, "cpu")[0]
+    module.weight.data = weight
+    want = residual + module(x)
+    add_normed(residual, x, 1 + weight.float(), EPS)
+    assert torch.equal(residual, want)
 
 
 @pytest.mark.ptx(dtype=[torch.bfloat16], implementation=[kernel])
@@ -119,6 +171,9 @@ def test_shares_of_what_is_added(device, dtype, shares, rows, k):
         assert torch.equal(one, other)
         for a, b in zip(got, want, strict=True):
             assert a.dtype == b.dtype and torch.equal(a, b)
+        operator(one, x, weight, EPS, weight, EPS, 0.5)
+        operator(other, total.to(dtype), weight, EPS, weight, EPS, 0.5)
+        assert torch.equal(one, other)
     if not rows:
         return
     near, got = (add(residual.clone(), x, weight, EPS) for add in (ref.add_rmsnorm, kernel.add_rmsnorm))
@@ -148,11 +203,13 @@ def test_operators():
     x, weight = torch.randn(3, 2, 64), torch.rand(64)
     check_operator("rmsnorm", (x, weight, EPS))
     check_operator("rmsnorm", (torch.randn(3, 4, 64)[:, 1:3], weight, EPS))
-    check_operator("embed_rmsnorm", (torch.tensor([2, 0]), torch.randn(3, 64), weight, EPS))
+    check_operator("embed_rmsnorm", (torch.tensor([2, 0]), torch.randn(3, 64), weight, EPS, 2.0))
     for shape in ((3, 64), (2, 3, 64)):
         arguments = (torch.randn(3, 64), torch.randn(shape), weight, EPS)
-        check_operator("add_rmsnorm", arguments)
-        check_operator("add_rmsnorm_int8", arguments)
+        for added in ((), (weight, EPS, 0.5)):
+            check_operator("add_rmsnorm", (*arguments, *added))
+            check_operator("add_rmsnorm_int8", (*arguments, *added))
+            check_operator("add_normed", (*arguments[:2], *added))
 
 
 @pytest.mark.gpu

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers.models.auto.modeling_auto as auto
-from hand_steps import Requests
 from safetensors.torch import load_file, save_file
-from truth import ours
 
+from hand_steps import Requests
 from qrt.arch import ARCHS
 from qrt.arch.runnable import read_arch
 from qrt.model.fused import FusedDecoder
 from qrt.quant.kv import KV_FORMATS
+from truth import ours
 from zoo import MODELS, WINDOW, make
 
 PROMPT = torch.randint(4, 512, (40,), generator=torch.Generator().manual_seed(7)).tolist()
@@ -22,7 +22,8 @@ FUSED = {
     "llama", "llama-yarn", "llama-dynamic", "mistral", "ministral", "ministral3", "qwen2", "qwen3", "phi3",
     "phi3-longrope", "glm", "chatglm3", "smollm3", "hunyuan", "ernie", "seed_oss", "llava", "llava_onevision",
     "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl", "baichuan-7b", "baichuan2-7b", "internlm2",
-    "internlm3", "qwen", "gemma", "arcee",
+    "internlm3", "qwen", "gemma", "arcee", "gemma2", "gemma3", "gemma3-images", "glm4", "olmo2",
+    "olmo3", "exaone4", "granite", "minicpm",
 }  # fmt: skip
 
 

@@ -8,19 +8,20 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hand_steps import Requests
-from truth import prompt, relative
 
+from hand_steps import Requests
 from qrt.arch.runnable import read_arch
 from qrt.kernels import chain
 from qrt.layers.mlp import MLP
-from qrt.model import fused
+from qrt.model import fused, merged
 from qrt.model.build import build
 from qrt.model.decoder import Decoder
 from qrt.model.fused import FusedDecoder
+from qrt.model.merged import takes_int8
 from qrt.model.random import RandomWeights
 from qrt.quant.kv import KV_FORMATS
 from qrt.quant.weight import WEIGHT_SCHEMES
+from truth import prompt, relative
 
 CPU = torch.device("cpu")
 CONFIG = read_arch(
@@ -80,9 +81,9 @@ def as_on_a_hopper_gpu(monkeypatch):
     monkeypatch.setattr(chain, "is_hopper", lambda device: True)
     monkeypatch.setattr(chain, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(
-        fused,
-        "_splits",
-        lambda linear, x: fused._takes_int8(linear) and linear.bias is None and len(x) <= fused.SPLIT_TOKENS,
+        merged,
+        "splits",
+        lambda linear, x: takes_int8(linear) and linear.bias is None and len(x) <= merged.SPLIT_TOKENS,
     )
 
 
@@ -94,8 +95,12 @@ def called(monkeypatch):
     def note(name, operator):
         return lambda *args: names.add(name) or operator(*args)
 
-    for name in ("chain", "append", "linear_shares", "linear_int8_shares", "linear_act_int8"):
-        monkeypatch.setattr(fused, name, note(name, getattr(fused, name)))
+    for module, operators in (
+        (fused, ("chain", "append", "linear_act_int8")),
+        (merged, ("linear_shares", "linear_int8_shares", "add_normed")),
+    ):
+        for name in operators:
+            monkeypatch.setattr(module, name, note(name, getattr(module, name)))
     return names
 
 
@@ -138,6 +143,60 @@ def test_a_layer_of_several_schemes_is_not_chained(called):
     called.clear()
     assert distance(make("w4a16", MIXES["down"], dtype=torch.bfloat16)) < 0.02
     assert "chain" not in called
+
+
+# norms behind blocks (alone or also in front), norms in fp32, scaled embeddings and blocks, other mlps
+OTHERS = {
+    "Gemma2ForCausalLM": {}, "GemmaForCausalLM": {}, "Glm4ForCausalLM": {}, "Olmo2ForCausalLM": {},
+    "Exaone4ForCausalLM": {}, "ArceeForCausalLM": {},
+    "GraniteForCausalLM": {"residual_multiplier": 0.22, "embedding_multiplier": 12.0},
+}  # fmt: skip
+
+
+def other(name):
+    """A small architecture of this name."""
+    sizes = {
+        "vocab_size": 500, "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 3,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 128, "max_position_embeddings": 128,
+        "pad_token_id": 0,
+    }  # fmt: skip
+    return read_arch({"architectures": [name], **sizes, **OTHERS[name]}, "model")
+
+
+def with_random_norms(model):
+    """Norms of ones would hide which of them a row went through."""
+    gen = torch.Generator(model.device).manual_seed(3)
+    for layer in model.layers:
+        for norm in layer.norms:
+            if norm is not None:
+                norm.weight.mul_(1 + torch.rand(norm.weight.shape, generator=gen, device=model.device))
+    return model
+
+
+@pytest.mark.parametrize("scheme", ["fp16", "w4a16", "w8a8"])
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_layers_fused_are_plain(name, scheme):
+    assert distance(with_random_norms(make(scheme, config=other(name))), "int8") == 0
+
+
+@pytest.mark.usefixtures("as_on_a_hopper_gpu")
+@pytest.mark.parametrize("scheme", ["w4a16", "w8a8"])
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_layers_for_a_gpu_are_plain(name, scheme, called):
+    model = with_random_norms(make(scheme, config=other(name), dtype=torch.bfloat16))
+    assert distance(model) < 0.04
+    if scheme == "w8a8":
+        assert {"linear_shares", "linear_int8_shares"} <= called
+    elif name in ("Olmo2ForCausalLM", "Exaone4ForCausalLM"):
+        assert "add_normed" in called
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scheme", ["w4a16", "w8a8"])
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_layers_on_a_gpu_are_plain(name, scheme, device):
+    model = with_random_norms(make(scheme, config=other(name), device=device, dtype=torch.bfloat16))
+    assert distance(model, "int8") < 0.05
 
 
 class Doubled(MLP):

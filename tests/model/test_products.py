@@ -10,7 +10,7 @@ from qrt.arch.runnable import read_arch
 from qrt.kernels.linear.product import Epilogue, Kernel
 from qrt.layers.linear import Linear
 from qrt.llm import LLM
-from qrt.model import fused
+from qrt.model import fused, merged
 from qrt.model.build import build
 from qrt.model.products import CHAINED, explain_products
 from qrt.quant.weight import WEIGHT_SCHEMES
@@ -52,7 +52,7 @@ def products(monkeypatch, scheme, tokens, mix=None, **gpu):
     """Return what is said of a model on a faked GPU, by product, first layer and least tokens."""
     fake_gpu(monkeypatch, **gpu)
     monkeypatch.setattr(
-        fused, "_splits", lambda linear, x: fused._takes_int8(linear) and len(x) <= fused.SPLIT_TOKENS
+        merged, "splits", lambda linear, x: merged.takes_int8(linear) and len(x) <= merged.SPLIT_TOKENS
     )
     model = build(CONFIG, MetaWeights(scheme, mix or {}), progress="")
     return {(each.name, each.layers[:1], each.tokens[0]): each for each in explain_products(model, tokens)}
@@ -117,7 +117,7 @@ def test_epilogues_are_those_of_the_operators_that_run(monkeypatch, scheme, toke
         monkeypatch.setattr(fused, name, note(Epilogue.ACT_MUL, getattr(fused, name)))
     sums = torch.empty(1, tokens, 4096, device=META)  # torch cannot tell how many splits there are
     for name in ("linear_shares", "linear_int8_shares"):
-        monkeypatch.setattr(fused, name, note(Epilogue.PARTIAL_SUMS, lambda *args: sums))
+        monkeypatch.setattr(merged, name, note(Epilogue.PARTIAL_SUMS, lambda *args: sums))
     residual = torch.empty(tokens, 4096, dtype=torch.bfloat16, device=META)
     layer.after_attention([torch.empty_like(residual)], residual, False)
     wanted = [each for each in layer.epilogues(residual).values() if each is not Epilogue.PLAIN]

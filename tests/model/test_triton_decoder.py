@@ -5,24 +5,22 @@ Without a GPU the launchers run in Triton's interpreter, put in place of the ope
 
 import pytest
 import torch
-from hand_steps import Requests
-from truth import prompt, relative
 
+from hand_steps import Requests
 from qrt.kernels.chain import ref
 from qrt.kernels.op import OPERATORS
 from qrt.model import fused
 from qrt.model.loader import load_model
 from qrt.quant.spec import Granularity, QuantSpec
 from tiny_models import quantize_checkpoint, random_checkpoint
+from truth import prompt, relative
 
 CALLED = {
     "qrt.kernels.attention": ("kv_write", "decode_attention", "append_attention", "prefill_attention"),
     "qrt.layers.linear": ("linear",),
     "qrt.layers.norm": ("rmsnorm",),
-    "qrt.model.fused": (
-        "linear_int8", "linear_act_int8", "act_mul", "act_mul_int8", "add_rmsnorm",
-        "add_rmsnorm_int8",
-    ),
+    "qrt.model.fused": ("linear_act_int8", "act_mul", "act_mul_int8"),
+    "qrt.model.merged": ("linear_int8", "add_normed", "add_rmsnorm", "add_rmsnorm_int8"),
     "qrt.kernels.chain": ("chain_op",),
 }  # fmt: skip
 GRIDS = {

@@ -14,8 +14,8 @@ from rich.table import Table
 from qrt.arch import ARCHS, Arch
 from qrt.arch.runnable import read_arch
 from qrt.model.decoder import Decoder
-from qrt.model.fused import unfused_part
 from qrt.model.random import random_model
+from qrt.model.unfused import unfused_part
 from qrt_calibrate.job.calibrated import uncalibrated
 from qrt_eval.results.console import show
 

@@ -1,11 +1,16 @@
 """RMSNorm: x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich 2019, arXiv:1910.07467).
 
 rmsnorm(x [..., K], weight [K], eps) -> [..., K]     leading dimensions may be strided, as q and k in qkv are
-embed_rmsnorm(ids int64 [T], table [V, K], weight [K], eps) -> rows table[ids] [T, K], their norm [T, K]
-add_rmsnorm(residual [T, K], x [T, K], weight [K], eps) -> norm [T, K] of the sum; residual += x in place
-add_rmsnorm_int8(the same) -> that norm as codes int8 [T, K], scale fp32 [T], by `affine.quantize_tokens`
+embed_rmsnorm(ids int64 [T], table [V, K], weight [K], eps, scale=1) -> rows table[ids] * scale [T, K], their
+    norm [T, K]
+add_normed(residual [T, K], x [T, K], inner [K] | None, inner_eps, scale=1): residual += scale * x in place,
+    or with the norm of x, by the weight `inner`, in place of x
+add_rmsnorm(residual, x, weight [K], eps, inner, inner_eps, scale) -> norm [T, K] of the sum of `add_normed`
+add_rmsnorm_int8(the same) -> that norm as codes int8 [T, K], scale fp32 [T], by `affine.quantize_tokens`;
+    without a weight, the sum itself
 
-x of the last two may also be fp32 [S, T, K]: then its sum over S, rounded to residual's dtype, is added.
+x of the last three may also be fp32 [S, T, K]: then its sum over S, rounded to residual's dtype, is added.
+The norm of x and its product with scale are rounded to residual's dtype, too.
 
 Sums are fp32. The normalized row is rounded to x's dtype before it is multiplied by the weight, as in
 transformers' Llama and Qwen models; an fp32 weight multiplies it before it is rounded, as in its Gemma.
@@ -43,6 +48,12 @@ embed_rmsnorm = define(
     ref.embed_rmsnorm,
     triton="qrt.kernels.rmsnorm.kernel:embed_rmsnorm",
     fake=_fake_embed,
+)
+
+add_normed = define(
+    ref.add_normed,
+    triton="qrt.kernels.rmsnorm.kernel:add_normed",
+    mutates=["residual"],
 )
 
 add_rmsnorm = define(

@@ -21,22 +21,39 @@ from qrt.quant.digits import Digits
 _BLOCK_ELEMENTS = 2048  # rows shorter than this share a program
 
 
+@triton.jit
+def _normal(x, weight, eps, K: tl.constexpr, WIDE: tl.constexpr):
+    """Return the norm of rows x [M, BLOCK_K], 0 beyond K; a WIDE weight multiplies before it is rounded."""
+    wide = x.to(tl.float32)
+    mean = tl.sum(wide * wide, 1) / K
+    normal = wide * tl.rsqrt(mean + eps)[:, None]
+    if not WIDE:
+        normal = normal.to(x.dtype).to(tl.float32)
+    return (normal * weight[None, :]).to(x.dtype)
+
+
 @triton.jit(do_not_specialize=["ROWS"])
-def _rmsnorm(
-    X, IDS, RESIDUAL, WEIGHT, Y, SCALES, ROWS, HEADS, token_stride, head_stride, residual_stride, eps,
+def _rmsnorm(  # noqa: C901 -- its branches are constants
+    X, IDS, RESIDUAL, WEIGHT, INNER, Y, SCALES, ROWS, HEADS, token_stride, head_stride, residual_stride, eps,
+    inner_eps, factor,
     K: tl.constexpr, SHARES: tl.constexpr, INT8: tl.constexpr, ROOM: tl.constexpr, ASM: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_K: tl.constexpr, launch_pdl: tl.constexpr,
 ):  # fmt: skip
     """Grid (cdiv(ROWS, BLOCK_ROWS),): row r is head r % HEADS of token t = r // HEADS.
 
-    The token's row in X is t, or IDS[t] if there are IDS. With IDS, RESIDUAL receives X's row; without, X's
-    row is added to it. With SHARES, X [SHARES, ROWS, K] is summed first. With INT8, Y takes codes. With ROOM
-    above 0, Y and SCALES are the tensors of `Digits`.
+    The token's row in X is t, or IDS[t] if there are IDS. With SHARES, X [SHARES, ROWS, K] is summed first.
+    With INNER, its norm with this weight takes the place of the row; with a factor, that times the factor.
+    With IDS, RESIDUAL receives the row; without, the row is added to it. Without a WEIGHT the sum is not
+    normalized. Y may be absent. With INT8, it takes codes. With ROOM above 0, Y and SCALES are the tensors of
+    `Digits`.
     """
     row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     k = tl.arange(0, BLOCK_K)
     inside = (row < ROWS)[:, None] & (k < K)[None, :]
-    weight = tl.load(WEIGHT + k, mask=k < K, other=0.0).to(tl.float32)
+    if WEIGHT is not None:
+        weight = tl.load(WEIGHT + k, mask=k < K, other=0.0).to(tl.float32)
+    if INNER is not None:
+        inner = tl.load(INNER + k, mask=k < K, other=0.0).to(tl.float32)
     if launch_pdl and IDS is not None:  # begins a step: no later kernel starts before `token_inputs` is done
         gdc_wait()
     after_previous(launch_pdl)
@@ -50,21 +67,22 @@ def _rmsnorm(
         x += tl.load(share + start[:, None] + k[None, :], mask=inside, other=0.0)
     if SHARES > 0:
         x = x.to(RESIDUAL.dtype.element_ty)
+    if INNER is not None:
+        x = _normal(x, inner, inner_eps, K, INNER.dtype.element_ty == tl.float32)
+    if factor is not None:
+        x = (x.to(tl.float32) * factor).to(x.dtype)
     if RESIDUAL is not None:
         residual = RESIDUAL + row[:, None] * residual_stride + k[None, :]
         if IDS is None:
             x = (x.to(tl.float32) + tl.load(residual, mask=inside, other=0.0).to(tl.float32)).to(x.dtype)
         tl.store(residual, x, mask=inside)
-    wide = x.to(tl.float32)
-    mean = tl.sum(wide * wide, 1) / K
-    normal = wide * tl.rsqrt(mean + eps)[:, None]
-    if WEIGHT.dtype.element_ty != tl.float32:
-        normal = normal.to(x.dtype).to(tl.float32)
-    y = (normal * weight[None, :]).to(x.dtype)
+    y = x
+    if WEIGHT is not None:
+        y = _normal(x, weight, eps, K, WEIGHT.dtype.element_ty == tl.float32)
     if ROOM > 0:  # x is zero beyond K
         group = tl.arange(0, BLOCK_K // GROUP)
         store_digits(y.to(tl.float32), Y, SCALES, row, group, ROWS, K // GROUP, ROOM)
-    else:
+    elif Y is not None:
         if INT8:
             y = y.to(tl.float32)
             scale = token_scale(tl.max(tl.abs(y), 1))
@@ -74,14 +92,19 @@ def _rmsnorm(
 
 
 def _launch(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, y: Tensor, scale: Tensor | None = None,
-    ids: Tensor | None = None, shares: int = 0, room: int = 0,
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, y: Tensor | None,
+    scale: Tensor | None = None, ids: Tensor | None = None, inner: Tensor | None = None,
+    inner_eps: float = 0.0, factor: float = 1.0, shares: int = 0, room: int = 0,
 ) -> None:  # fmt: skip
     """Write the norm of x [T, H, K] or [T, K], whose rows are dense, to the dense y.
 
     residual   [T, K] or None
+    weight     [K]; None: what is read is not normalized
+    y          None: nothing reads the norm
     scale      fp32 [T*H]: y is then int8
     ids        [T]: which rows of x to take
+    inner      [K]: the weight of a norm of x before it is added to the residual, with `inner_eps`
+    factor     what x is multiplied by then
     shares     the number S of fp32 [T, K] that x [S, T, K] holds; 0 if x has no shares
     room       the padded token count of `Digits`, of which y and scale are the tensors; 0 for none
     """
@@ -102,8 +125,9 @@ def _launch(
         BLOCK_K=block_k, num_warps=warps, launch_pdl=overlaps(x.device),
     )  # fmt: skip
     kernel.launch(
-        (cdiv(rows, block_rows),), x, ids, residual, weight, y, scale, rows, heads, token_stride, head_stride,
-        0 if residual is None else residual.stride(0), eps,
+        (cdiv(rows, block_rows),), x, ids, residual, weight, inner, y, scale, rows, heads, token_stride,
+        head_stride, 0 if residual is None else residual.stride(0), None if weight is None else eps,
+        None if inner is None else inner_eps, None if factor == 1.0 else factor,
     )  # fmt: skip
 
 
@@ -116,41 +140,62 @@ def rmsnorm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return y
 
 
-def embed_rmsnorm(ids: Tensor, table: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def embed_rmsnorm(
+    ids: Tensor, table: Tensor, weight: Tensor, eps: float, scale: float = 1.0
+) -> tuple[Tensor, Tensor]:
     """Run `qrt::embed_rmsnorm` on CUDA tensors."""
     rows, y = (
         torch.empty(len(ids), table.shape[1], dtype=table.dtype, device=table.device) for _ in range(2)
     )
-    _launch(table.contiguous(), rows, weight, eps, y, ids=ids)
+    _launch(table.contiguous(), rows, weight, eps, y, ids=ids, factor=scale)
     return rows, y
 
 
-def add_rmsnorm(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def add_normed(
+    residual: Tensor, x: Tensor, inner: Tensor | None = None, inner_eps: float = 0.0, scale: float = 1.0
+) -> None:
+    """Run `qrt::add_normed` on CUDA tensors."""
+    _launch_add(residual, x, None, 0.0, None, None, (inner, inner_eps, scale))
+
+
+def add_rmsnorm(
+    residual: Tensor, x: Tensor, weight: Tensor, eps: float, inner: Tensor | None = None,
+    inner_eps: float = 0.0, scale: float = 1.0,
+) -> Tensor:  # fmt: skip
     """Run `qrt::add_rmsnorm` on CUDA tensors."""
     y = torch.empty(residual.shape, dtype=residual.dtype, device=x.device)
-    _launch_add(residual, x, weight, eps, y)
+    _launch_add(residual, x, weight, eps, y, None, (inner, inner_eps, scale))
     return y
 
 
-def add_rmsnorm_int8(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rmsnorm_int8(
+    residual: Tensor, x: Tensor, weight: Tensor | None, eps: float, inner: Tensor | None = None,
+    inner_eps: float = 0.0, scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Run `qrt::add_rmsnorm_int8` on CUDA tensors."""
     codes = torch.empty(residual.shape, dtype=torch.int8, device=x.device)
-    scale = torch.empty(residual.shape[0], dtype=torch.float32, device=x.device)
-    _launch_add(residual, x, weight, eps, codes, scale)
-    return codes, scale
+    token_scale = torch.empty(residual.shape[0], dtype=torch.float32, device=x.device)
+    _launch_add(residual, x, weight, eps, codes, token_scale, (inner, inner_eps, scale))
+    return codes, token_scale
 
 
-def add_rmsnorm_digits(residual: Tensor, x: Tensor, weight: Tensor, eps: float, room: int) -> Digits:
+def add_rmsnorm_digits(
+    residual: Tensor, x: Tensor, weight: Tensor | None, eps: float, room: int, inner: Tensor | None = None,
+    scale: float = 1.0,
+) -> Digits:  # fmt: skip
     """Return `add_rmsnorm` as `Digits`, for T <= room tokens in bf16, with K a multiple of a group."""
     digits = Digits.empty(*residual.shape, room, x.device)
-    _launch_add(residual, x, weight, eps, digits.codes, digits.facts, room)
+    _launch_add(residual, x, weight, eps, digits.codes, digits.facts, (inner, eps, scale), room)
     return digits
 
 
 def _launch_add(
-    residual: Tensor, x: Tensor, weight: Tensor, eps: float, y: Tensor, scale: Tensor | None = None,
-    room: int = 0,
+    residual: Tensor, x: Tensor, weight: Tensor | None, eps: float, y: Tensor | None,
+    token_scale: Tensor | None, added: tuple[Tensor | None, float, float], room: int = 0,
 ) -> None:  # fmt: skip
-    """Launch with a residual; x is [T, K], or its shares fp32 [S, T, K]."""
-    shares = x.shape[0] if x.dim() == 3 else 0
-    _launch(x.contiguous(), residual, weight, eps, y, scale, shares=shares, room=room)
+    """Launch with a residual; x is [T, K], or its shares fp32 [S, T, K]. `added`: inner, inner_eps, scale."""
+    shares, (inner, inner_eps, factor) = x.shape[0] if x.dim() == 3 else 0, added
+    _launch(
+        x.contiguous(), residual, weight, eps, y, token_scale, inner=inner, inner_eps=inner_eps,
+        factor=factor, shares=shares, room=room,
+    )  # fmt: skip

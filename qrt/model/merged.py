@@ -1,0 +1,96 @@
+"""What a fused layer launches around its products: additions with norms, quantized inputs, split sums."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from qrt.kernels.linear import linear_int8, linear_int8_shares, linear_shares
+from qrt.kernels.rmsnorm import add_normed, add_rmsnorm, add_rmsnorm_int8
+from qrt.layers.linear import Linear
+from qrt.layers.norm import NormLayer, RMSNorm
+from qrt.quant.tokens import QuantizedTokens
+from qrt.quant.weight import WEIGHT_SCHEMES
+
+SPLIT_TOKENS = 64  # most tokens whose int8 product is left in split sums: more are not split along K
+
+
+class AddNorm(NamedTuple):
+    """The addition of a block's output y to the residual, and what the next block reads.
+
+    residual += scale * behind(y)
+    x = norm(residual)
+
+    behind  the norm behind the block, or None
+    scale   what the output is multiplied by
+    norm    the norm in front of the next block; without one that block reads the residual
+    y may be split sums. The residual [T, H] is changed in place.
+    """
+
+    behind: RMSNorm | None
+    scale: float
+    norm: RMSNorm | None
+
+    @classmethod
+    def of(cls, behind: NormLayer | None, scale: float, norm: NormLayer | None) -> AddNorm:
+        """Return it of norms that `unfused_part` has found to be known."""
+        return cls(rms_norm(behind), scale, rms_norm(norm))
+
+    def __call__(self, residual: Tensor, y: Tensor) -> Tensor:
+        """Return x [T, H]."""
+        if self.norm is not None:
+            return add_rmsnorm(residual, y, self.norm.weight, self.norm.eps, *self._added())
+        add_normed(residual, y, *self._added())
+        return residual
+
+    def int8(self, residual: Tensor, y: Tensor) -> QuantizedTokens:
+        """Return x as codes."""
+        weight, eps = (None, 0.0) if self.norm is None else (self.norm.weight, self.norm.eps)
+        codes, scale = add_rmsnorm_int8(residual, y, weight, eps, *self._added())
+        return QuantizedTokens(codes, scale, residual.dtype)
+
+    def linear(self, linear: Linear, residual: Tensor, y: Tensor) -> Tensor:
+        """Return `linear` of x, [T, N]."""
+        if takes_int8(linear):
+            return int8_product(linear, self.int8(residual, y))
+        return linear(self(residual, y))
+
+    def _added(self) -> tuple[Tensor | None, float, float]:
+        if self.behind is None:
+            return None, 0.0, self.scale
+        return self.behind.weight, self.behind.eps, self.scale
+
+
+def rms_norm(norm: NormLayer | None) -> RMSNorm | None:
+    """Return a norm that `unfused_part` has found to be known."""
+    assert norm is None or isinstance(norm, RMSNorm)
+    return norm
+
+
+def takes_int8(linear: Linear) -> bool:
+    """Return whether the Linear quantizes its input token by token, so that it may come as codes."""
+    return WEIGHT_SCHEMES[linear.scheme].int8_tokens
+
+
+def int8_product(linear: Linear, x: QuantizedTokens) -> Tensor:
+    """Return `linear` of tokens that are quantized already, [T, N]."""
+    return linear_int8(x.codes, x.scale, linear.tensors, linear.bias, linear.scheme, x.dtype)
+
+
+def for_norm(linear: Linear, x: Tensor) -> Tensor:
+    """Return `linear` of x [T, K] for an AddNorm: [T, N], or split sums fp32 [S, T, N]."""
+    return linear_shares(x, linear.tensors, linear.scheme) if splits(linear, x) else linear(x)
+
+
+def int8_for_norm(linear: Linear, x: QuantizedTokens) -> Tensor:
+    """Do as `for_norm` with tokens that are quantized already."""
+    if splits(linear, x.codes):
+        return linear_int8_shares(x.codes, x.scale, linear.tensors, linear.scheme)
+    return int8_product(linear, x)
+
+
+def splits(linear: Linear, x: Tensor) -> bool:
+    """Return whether the product with x is left in split sums."""
+    few = x.is_cuda and len(x) <= SPLIT_TOKENS
+    return few and linear.bias is None and takes_int8(linear)
