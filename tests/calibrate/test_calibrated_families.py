@@ -99,8 +99,10 @@ def test_calibrated_checkpoint_runs_here_and_in_transformers(name, scheme, tmp_p
     )  # fmt: skip
     with torch.no_grad():
         theirs = loaded(input_ids=TOKENS[:1], use_cache=False).logits[0].float().log_softmax(-1)
-    # int8 tokens: a value between two codes may fall to either
-    assert (theirs - got).abs().max() < (1e-4 if scheme == "w4a16" else 0.2)
+    if scheme == "w4a16":
+        assert (theirs - got).abs().max() < 1e-4
+    else:  # a value between two codes of a token may fall to either
+        assert (theirs.exp() * (theirs - got)).sum(-1).mean() < 2e-2
 
 
 def test_transposed_weights_are_refused(tmp_path):

@@ -211,7 +211,7 @@ def _store_result(
 @triton.jit
 def _attend_kernel(  # noqa: C901 -- its branches are constants, or shared by all threads
     q, buffers, slot_table, parts, partial, lse, arrivals, rotation, out, scale, stride_q, stride_table,
-    new, smoothing, kv_lens, facts, softcap, slopes,
+    new, turns, smoothing, kv_lens, facts, softcap, slopes,
     G: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, H: tl.constexpr, M: tl.constexpr,
     TILE: tl.constexpr, FMT: tl.constexpr, STAGES: tl.constexpr, FIELDS: tl.constexpr,
     MERGED: tl.constexpr, FAN: tl.constexpr, TOGETHER: tl.constexpr, AHEAD: tl.constexpr,
@@ -219,10 +219,10 @@ def _attend_kernel(  # noqa: C901 -- its branches are constants, or shared by al
 ):  # fmt: skip
     """Grid (Hkv / TOGETHER, P).
 
-    partial [P, Hq, D] and lse [P, Hq] take normalized parts. `new` is k, v, cos, sin, the strides of k and
-    v, and turns, or None if the cache already holds the last token. softcap and slopes are in base 2, or
-    None. NEWEST says that the kernel before writes no tokens but the last. With ROOM above 0, out and facts
-    are the tensors of `Digits`.
+    partial [P, Hq, D] and lse [P, Hq] take normalized parts. `new` is k, v, cos, sin and the strides of k and
+    v, or None if the cache already holds the last token; `turns` are rows of cos and sin, or None. softcap
+    and slopes are in base 2, or None. NEWEST says that the kernel before writes no tokens but the last. With
+    ROOM above 0, out and facts are the tensors of `Digits`.
     """
     EARLY: tl.constexpr = launch_pdl and ROOM > 0
     if EARLY:  # the kernel that reads Digits requests its weights before it waits
@@ -238,7 +238,7 @@ def _attend_kernel(  # noqa: C901 -- its branches are constants, or shared by al
     dims, real = part_columns(D, FMT.parts, H)
     if new is not None:
         position = tl.maximum(tl.load(kv_lens + request) - 1, 0)
-        turn = position if new[6] is None else tl.load(new[6] + request)
+        turn = position if turns is None else tl.load(turns + request)
         angles = _angles(new, turn, dims, real, D)
     if launch_pdl:  # the kernel before writes the query and the last token, which is not loaded ahead
         if (AHEAD == 0) | (not NEWEST) | (is_last & ((new is not None) | (end - start <= AHEAD * TILE))):
@@ -332,7 +332,7 @@ def decode_attention(
     B, Hq, D = q.shape
     expect(out, "B Hq D", q.dtype, "out", B=B, Hq=Hq, D=D)
     rule = Scores(scale, window, softcap=softcap, slopes=slopes)
-    _launch(q, None, None, kv, slot_table, rows, kv_lens, parts, [out], format, rule, newest)
+    _launch(q, None, None, None, kv, slot_table, rows, kv_lens, parts, [out], format, rule, newest)
 
 
 def append_attention(
@@ -364,14 +364,15 @@ def append_attention(
         expect(smoothing, "3 Hkv D", torch.float32, "smoothing", Hkv=Hkv, D=D)
     if turns is not None:
         expect(turns, "B", torch.int32, "turns", B=B)
-    new = k, v, cos, sin, token_stride(k, "k"), token_stride(v, "v"), turns
+    new = k, v, cos, sin, token_stride(k, "k"), token_stride(v, "v")
     rule = Scores(scale, window, softcap=softcap, slopes=slopes)
-    _launch(q, new, smoothing, kv, slot_table, rows, kv_lens, parts, out, format, rule, True)
+    _launch(q, new, turns, smoothing, kv, slot_table, rows, kv_lens, parts, out, format, rule, True)
 
 
 def _launch(
     q: Tensor,
     new: tuple[Any, ...] | None,
+    turns: Tensor | None,
     smoothing: Tensor | None,
     kv: Sequence[Tensor],
     slot_table: Tensor,
@@ -383,7 +384,7 @@ def _launch(
     rule: Scores,
     newest: bool,
 ) -> None:
-    """Launch the kernel; `new` is its argument, out is [out] or the codes and facts of `Digits`."""
+    """Launch the kernel, which takes `new` and `turns`; out is [out] or the codes and facts of `Digits`."""
     B, Hq, D = expect(q, "B Hq D", name="q").values()
     Hkv = kv[0].shape[1]
     for name, lens in {"rows": rows, "kv_lens": kv_lens}.items():
@@ -413,6 +414,7 @@ def _launch(
     kernel.launch(
         (Hkv // block.heads, P), q, tuple(kv), slot_table, parts, partial, lse,
         _arrivals(next_power_of_2(P * Hkv), q.device), signs(D, q.device) if fmt.rotated else None,
-        result, rule.scale * LOG2_E, token_stride(q, "q"), slot_table.stride(0), new, smoothing, kv_lens,
-        facts, rule.softcap * LOG2_E or None, None if rule.slopes is None else rule.slopes * LOG2_E,
+        result, rule.scale * LOG2_E, token_stride(q, "q"), slot_table.stride(0), new, turns,
+        smoothing, kv_lens, facts, rule.softcap * LOG2_E or None,
+        None if rule.slopes is None else rule.slopes * LOG2_E,
     )  # fmt: skip

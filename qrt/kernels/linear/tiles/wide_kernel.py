@@ -270,7 +270,8 @@ def _store(acc, BIAS, Y, first, token, M, N, S: gl.constexpr):
     y = acc.to(S.DOT)
     if S.HALVES == 2:
         gate, up = gl.split(y.reshape([S.ROWS // 16, 2, 8, S.BM]).permute((0, 2, 3, 1)))
-        y = act_times(gate, up, S.ACT, True).reshape([S.ROWS // 2, S.BM])
+        ACT: gl.constexpr = S.ACT  # Triton 3.6 passes no string that is an attribute
+        y = act_times(gate, up, ACT, True).reshape([S.ROWS // 2, S.BM])
     store_block(Y, y, first, token, M, N // S.HALVES, 4 * S.BN)
 
 
