@@ -116,9 +116,7 @@ class FusedLayer:
     def chains(self, residual: Tensor) -> bool:
         """Return whether `chain` computes what follows the attention of this step."""
         link, (heads, *_), head_dim = self.link, self.layer.attention.qkv_heads, self.layer.attention.head_dim
-        if link is None or not link.norm.dtype == link.mlp_norm.dtype == residual.dtype:
-            return False
-        return fits(heads * head_dim, residual, link)
+        return link is not None and fits(heads * head_dim, residual, link)
 
     def epilogues(self, tokens: Tensor) -> dict[str, Epilogue]:
         """Return what the products of o, gate_up and down are asked for where `chain` does not run.
@@ -186,16 +184,14 @@ def _link(layer: DecoderLayer, to_mlp: AddNorm, to_next: AddNorm, next_qkv: Line
     """Return what `chain` takes.
 
     Returns None where the products differ in scheme or the norms in eps, where one of the products other
-    than `next_qkv` has a bias, where a norm stands behind a block or none in front of it, or where the mlp is
-    not that of `chain`.
+    than `next_qkv` has a bias, or where the mlp has no gate.
     """
     own = [layer.attention.o, layer.mlp.gate_up, layer.mlp.down]
     schemes = {linear.scheme for linear in own} | ({next_qkv.scheme} if next_qkv else set())
-    if layer.mlp.act != "silu" or not layer.mlp.gated or layer.residual_scale != 1.0:
-        return None
-    if to_mlp.behind or to_next.behind or to_mlp.norm is None or to_next.norm is None:
-        return None
-    if len(schemes) > 1 or to_mlp.norm.eps != to_next.norm.eps:
+    norms = [to_mlp.behind, to_mlp.norm, to_next.behind, to_next.norm]
+    attention_out, mlp_norm, mlp_out, last = (None if norm is None else norm.weight for norm in norms)
+    eps = {norm.eps for norm in norms if norm is not None}
+    if len(schemes) > 1 or len(eps) > 1 or not layer.mlp.gated:
         return None
     if any(linear.bias is not None for linear in own):
         return None
@@ -205,10 +201,14 @@ def _link(layer: DecoderLayer, to_mlp: AddNorm, to_next: AddNorm, next_qkv: Line
         down=layer.mlp.down.tensors,
         qkv=next_qkv.tensors if next_qkv else [],
         bias=next_qkv.bias if next_qkv else None,
-        mlp_norm=to_mlp.norm.weight,
-        norm=to_next.norm.weight,
-        eps=to_mlp.norm.eps,
+        mlp_norm=mlp_norm,
+        norm=last,
+        eps=eps.pop() if eps else 0.0,
         scheme=layer.mlp.down.scheme,
+        act=layer.mlp.act,
+        attention_out=attention_out,
+        mlp_out=mlp_out,
+        scale=layer.residual_scale,
     )
 
 

@@ -187,8 +187,9 @@ def test_other_layers_for_a_gpu_are_plain(name, scheme, called):
     assert distance(model) < 0.04
     if scheme == "w8a8":
         assert {"linear_shares", "linear_int8_shares"} <= called
-    elif name in ("Olmo2ForCausalLM", "Exaone4ForCausalLM"):
-        assert "add_normed" in called
+    else:
+        assert ("chain" in called) == model.layers[0].mlp.gated
+        assert ("add_normed" in called) == (model.layers[0].norms.mlp_in is None)
 
 
 @pytest.mark.gpu

@@ -4,12 +4,13 @@ chain(x, residual [T, H], link) -> q, k and v of the next layer, [T, (Hq + 2*Hkv
 
 x is [y], where y [T, Hq*D] is the attention's result, or for several tokens [codes, facts] of y as `Digits`.
 
-    residual += o(x)
+    residual += scale * RMSNorm(o(x), attention_out)
     gate, up = gate_up(RMSNorm(residual, mlp_norm))
-    residual += down(silu(gate) * up)
+    residual += scale * RMSNorm(down(act(gate) * up), mlp_out)
     return qkv(RMSNorm(residual, norm)) + bias
 
-After the last layer there is no qkv, and the norm [T, H] is returned. residual is updated in place.
+Norms may be absent. After the last layer there is no qkv, and the norm, which is there, is returned: [T, H].
+residual is updated in place.
 
 Values are rounded to residual's dtype wherever separate operators would round them, so only the products
 differ. For one token their sums have another order; one launch does what takes seven otherwise. For more
@@ -42,9 +43,13 @@ class Link(NamedTuple):
     o, gate_up, down    run-time tensors of a layer's weights; their products have no bias
     qkv                 run-time tensors of the next layer's weight; empty after the last layer
     bias                the bias of qkv, or None
-    mlp_norm, norm      [H]: the weights of the norms before gate_up and before qkv
-    eps                 the epsilon of both norms
+    mlp_norm, norm      [H]: the weights of the norms before gate_up and before qkv, or None
+    eps                 the epsilon of all norms
     scheme              the weight scheme of all products
+    act                 the activation of the gate, as `act_mul` takes it
+    attention_out       [H]: the weight of the norm behind o, or None
+    mlp_out             [H]: the weight of the norm behind down, or None
+    scale               what both are multiplied by before they are added
     """
 
     o: Sequence[Tensor]
@@ -52,10 +57,14 @@ class Link(NamedTuple):
     down: Sequence[Tensor]
     qkv: Sequence[Tensor]
     bias: Tensor | None
-    mlp_norm: Tensor
-    norm: Tensor
+    mlp_norm: Tensor | None
+    norm: Tensor | None
     eps: float
     scheme: str
+    act: str = "silu"
+    attention_out: Tensor | None = None
+    mlp_out: Tensor | None = None
+    scale: float = 1.0
 
 
 def fits(attended: int, residual: Tensor, link: Link) -> bool:

@@ -23,23 +23,29 @@ def chain(
     down: Sequence[Tensor],
     qkv: Sequence[Tensor],
     bias: Tensor | None,
-    mlp_norm: Tensor,
-    norm: Tensor,
+    mlp_norm: Tensor | None,
+    norm: Tensor | None,
     eps: float,
     scheme: str,
+    act: str = "silu",
+    attention_out: Tensor | None = None,
+    mlp_out: Tensor | None = None,
+    scale: float = 1.0,
 ) -> Tensor:
     """See the package's docstring."""
     tokens = len(residual)
     if tokens == 1 and len(x) == 1:
-        return one_token(x[0], residual, (o, gate_up, down, qkv), bias, (mlp_norm, norm), eps, scheme)
+        products, norms = (o, gate_up, down, qkv), (attention_out, mlp_norm, mlp_out, norm)
+        return one_token(x[0], residual, products, bias, norms, eps, scheme, act, scale)
     attended = make_digits(x[0].contiguous(), room_for(tokens)) if len(x) == 1 else Digits(x[0], x[1], tokens)
     bits, room = WEIGHT_SCHEMES[scheme].bits, attended.codes.shape[2]
     y = digits_shares(attended, TiledWeight(*o), bits)
-    normal = add_rmsnorm_digits(residual, y, mlp_norm, eps, room)
+    normal = add_rmsnorm_digits(residual, y, mlp_norm, eps, room, attention_out, scale)
     y = digits_shares(
-        gated_digits_product(normal, TiledWeight(*gate_up), bits, "silu"), TiledWeight(*down), bits
+        gated_digits_product(normal, TiledWeight(*gate_up), bits, act), TiledWeight(*down), bits
     )
     if not qkv:
-        return add_rmsnorm(residual, y, norm, eps)
-    normal = add_rmsnorm_digits(residual, y, norm, eps, room)
+        assert norm is not None
+        return add_rmsnorm(residual, y, norm, eps, mlp_out, eps, scale)
+    normal = add_rmsnorm_digits(residual, y, norm, eps, room, mlp_out, scale)
     return digits_product(normal, TiledWeight(*qkv), bias, bits, residual.dtype)

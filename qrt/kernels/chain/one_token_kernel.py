@@ -32,10 +32,12 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from qrt.kernels.act_mul.kernel import activated
 from qrt.kernels.chain import UNIT
 from qrt.kernels.gpu import multiprocessors
 from qrt.kernels.launch import variant
 from qrt.kernels.linear.device import DTYPES, of_weight, signals
+from qrt.kernels.rmsnorm.kernel import product
 from qrt.kernels.sizes import cdiv, next_power_of_2
 from qrt.quant.weight import WEIGHT_SCHEMES
 from qrt.quant.weight.tiles import TiledScheme, TiledWeight
@@ -54,11 +56,12 @@ _CUBE = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
 @gluon.jit
 def _one_token(
     o, o_scale, o_zero, gate_up, gate_up_scale, gate_up_zero, down, down_scale, down_zero, qkv, qkv_scale,
-    qkv_zero, BIAS, X, RESIDUAL, MIDDLE, MLP_NORM, NORM, O_OUT, ACTIVE, DOWN_OUT, OUT, ARRIVALS, eps,
+    qkv_zero, BIAS, X, RESIDUAL, MIDDLE, ATTENTION_OUT, MLP_NORM, MLP_OUT, NORM, O_OUT, ACTIVE, DOWN_OUT, OUT,
+    ARRIVALS, eps, factor,
     HIDDEN: gl.constexpr, ATTENDED: gl.constexpr, INNER: gl.constexpr, WIDTH: gl.constexpr,
     LONGEST: gl.constexpr, UNITS: gl.constexpr, PLANES: gl.constexpr, RUNS: gl.constexpr,
     SCALE: gl.constexpr, ASYMMETRIC: gl.constexpr, RAW: gl.constexpr, AFFINE: gl.constexpr,
-    DOT: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr,
+    DOT: gl.constexpr, ACT: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Grid (SMs,).
 
@@ -74,9 +77,9 @@ def _one_token(
     gl.warp_specialize(
         [
             (_work, (
-                ring, BIAS, X, RESIDUAL, MIDDLE, MLP_NORM, NORM, O_OUT, ACTIVE, DOWN_OUT, OUT, ARRIVALS, eps,
-                HIDDEN, ATTENDED, INNER, WIDTH, LONGEST, UNITS, PLANES, RUNS, SCALE, ASYMMETRIC, RAW, AFFINE,
-                DOT, WARPS, STAGES,
+                ring, BIAS, X, RESIDUAL, MIDDLE, ATTENTION_OUT, MLP_NORM, MLP_OUT, NORM, O_OUT, ACTIVE,
+                DOWN_OUT, OUT, ARRIVALS, eps, factor, HIDDEN, ATTENDED, INNER, WIDTH, LONGEST, UNITS, PLANES,
+                RUNS, SCALE, ASYMMETRIC, RAW, AFFINE, DOT, ACT, WARPS, STAGES,
             )),
             (_fetch, (
                 ring, (o, o_scale, o_zero), (gate_up, gate_up_scale, gate_up_zero),
@@ -134,11 +137,12 @@ def _fetch_unit(
 
 @gluon.jit
 def _work(
-    ring, BIAS, X, RESIDUAL, MIDDLE, MLP_NORM, NORM, O_OUT, ACTIVE, DOWN_OUT, OUT, ARRIVALS, eps,
+    ring, BIAS, X, RESIDUAL, MIDDLE, ATTENTION_OUT, MLP_NORM, MLP_OUT, NORM, O_OUT, ACTIVE, DOWN_OUT, OUT,
+    ARRIVALS, eps, factor,
     HIDDEN: gl.constexpr, ATTENDED: gl.constexpr, INNER: gl.constexpr, WIDTH: gl.constexpr,
     LONGEST: gl.constexpr, UNITS: gl.constexpr, PLANES: gl.constexpr, RUNS: gl.constexpr,
     SCALE: gl.constexpr, ASYMMETRIC: gl.constexpr, RAW: gl.constexpr, AFFINE: gl.constexpr,
-    DOT: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr,
+    DOT: gl.constexpr, ACT: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Multiply. Every program computes the norms and RESIDUAL's sums; only the first one writes them."""
     SPAN: gl.constexpr = PLANES * 64 * WARPS
@@ -152,7 +156,8 @@ def _work(
     i = _product(O_OUT, None, ring, operands, i, HIDDEN, ATTENDED, UNITS, PLANES, RUNS, SCALE, ASYMMETRIC,
                  RAW, AFFINE, DOT, WARPS, STAGES)  # fmt: skip
     _meet(ARRIVALS, 0)
-    _give(x, totals, _add_norm(x, RESIDUAL, O_OUT, MLP_NORM, MIDDLE, eps, HIDDEN), RUNS)
+    normal = _add_norm(x, RESIDUAL, O_OUT, ATTENTION_OUT, factor, MLP_NORM, MIDDLE, eps, HIDDEN)
+    _give(x, totals, normal, RUNS)
     CHUNKS: gl.constexpr = (HIDDEN + SPAN - 1) // SPAN
     row = 0
     for _ in range(gl.program_id(0), INNER // 16, gl.num_programs(0)):
@@ -164,14 +169,13 @@ def _work(
         sums.index(UNITS + row).store(up)
         row += 1
     gate, up = _rows(sums, 0, UNITS).to(DOT).to(gl.float32), _rows(sums, UNITS, UNITS).to(DOT).to(gl.float32)
-    silu = (gate / (1.0 + gl.exp(-gate))).to(DOT).to(gl.float32)
-    _store_rows(ACTIVE, None, silu * up, INNER)
+    _store_rows(ACTIVE, None, activated(gate, ACT, False).to(DOT).to(gl.float32) * up, INNER)
     _meet(ARRIVALS, 1)
     _take(x, totals, ACTIVE, INNER, RUNS)
     i = _product(DOWN_OUT, None, ring, operands, i, HIDDEN, INNER, UNITS, PLANES, RUNS, SCALE, ASYMMETRIC,
                  RAW, AFFINE, DOT, WARPS, STAGES)  # fmt: skip
     _meet(ARRIVALS, 2)
-    normal = _add_norm(x, MIDDLE, DOWN_OUT, NORM, RESIDUAL, eps, HIDDEN)
+    normal = _add_norm(x, MIDDLE, DOWN_OUT, MLP_OUT, factor, NORM, RESIDUAL, eps, HIDDEN)
     gdc_launch_dependents()
     if WIDTH:
         _give(x, totals, normal, RUNS)
@@ -235,19 +239,47 @@ def _take(x, totals, X, COUNT: gl.constexpr, RUNS: gl.constexpr):
 
 
 @gluon.jit
-def _add_norm(x, RESIDUAL, Y, WEIGHT, SUM, eps, COUNT: gl.constexpr):
-    """Compute SUM = RESIDUAL + Y, and return its RMSNorm, rounded as in `add_rmsnorm`."""
+def _add_norm(x, RESIDUAL, Y, BEHIND, factor, WEIGHT, SUM, eps, COUNT: gl.constexpr):
+    """Compute SUM = RESIDUAL + factor * norm(Y), and return its norm, rounded as in `add_rmsnorm`.
+
+    BEHIND and WEIGHT are the weights of the norms. What is None is not computed.
+    """
     k = _inputs(COUNT, x)
     real = k < COUNT
-    weight = gl.load(WEIGHT + k, mask=real, other=0.0).to(gl.float32)
+    if BEHIND is not None:
+        behind = gl.load(BEHIND + k, mask=real, other=0.0).to(gl.float32)
+    if WEIGHT is not None:
+        weight = gl.load(WEIGHT + k, mask=real, other=0.0).to(gl.float32)
     residual = gl.load(RESIDUAL + k, mask=real, other=0.0, cache_modifier=".cg").to(gl.float32)
-    total = residual + gl.load(Y + k, mask=real, other=0.0, cache_modifier=".cg").to(gl.float32)
-    total = total.to(x.dtype)
+    added = gl.load(Y + k, mask=real, other=0.0, cache_modifier=".cg").to(gl.float32)
+    if BEHIND is not None:
+        added = _normal(added, behind, eps, COUNT, BEHIND.dtype.element_ty, True, x.dtype).to(gl.float32)
+    if factor is not None:
+        added = (added * factor).to(x.dtype).to(gl.float32)
+    total = (residual + added).to(x.dtype)
     if gl.program_id(0) == 0:
         gl.store(SUM + k, total, mask=real)
-    wide = total.to(gl.float32)
-    normal = (wide * tl.rsqrt(gl.sum(wide * wide, 0) / COUNT + eps)).to(x.dtype).to(gl.float32)
-    return (normal * weight).to(x.dtype)
+    if WEIGHT is not None:
+        total = _normal(total.to(gl.float32), weight, eps, COUNT, WEIGHT.dtype.element_ty, False, x.dtype)
+    return total
+
+
+@gluon.jit
+def _normal(
+    wide, weight, eps, COUNT: gl.constexpr, OF_WEIGHT: gl.constexpr, ADDED: gl.constexpr, DTYPE: gl.constexpr
+):  # fmt: skip
+    """Return the RMSNorm of fp32 [COUNT], padded with zeros, in DTYPE; an fp32 weight takes it unrounded.
+
+    ADDED: what is returned is added to something.
+    """
+    normal = wide * tl.rsqrt(gl.sum(wide * wide, 0) / COUNT + eps)
+    if OF_WEIGHT != gl.float32:
+        normal = normal.to(DTYPE).to(gl.float32)
+    if ADDED:
+        normal = product(normal, weight, True)
+    else:
+        normal = normal * weight
+    return normal.to(DTYPE)
 
 
 @gluon.jit
@@ -350,13 +382,17 @@ def _descriptors(weight: TiledWeight) -> tuple[Any, Any, Any]:
 
 def one_token(
     x: Tensor, residual: Tensor, products: Sequence[Sequence[Tensor]], bias: Tensor | None,
-    norms: tuple[Tensor, Tensor], eps: float, scheme: str,
+    norms: Sequence[Tensor | None], eps: float, scheme: str, act: str, scale: float,
 ) -> Tensor:  # fmt: skip
-    """See the package's docstring; products are o, gate_up, down and qkv, which may be empty."""
+    """See the package's docstring.
+
+    products   o, gate_up, down and qkv, which may be empty
+    norms      attention_out, mlp_norm, mlp_out, norm; each may be None
+    """
     kind = WEIGHT_SCHEMES[scheme]
     assert isinstance(kind, TiledScheme)
     raw, affine = kind.raw()
-    (mlp_norm, norm), (*_, down, qkv) = norms, products
+    *_, down, qkv = products
     weights = [TiledWeight(*tensors) for tensors in (*products[:3], qkv or down)]
     hidden, inner = weights[0].out_features, weights[1].out_features // 2
     width = weights[3].out_features if qkv else 0
@@ -368,11 +404,11 @@ def one_token(
     kernel = variant(
         _one_token, HIDDEN=hidden, ATTENDED=x.shape[1], INNER=inner, WIDTH=width, LONGEST=longest,
         UNITS=units, PLANES=planes, RUNS=weights[0].runs, SCALE=DTYPES[weights[0].scale.dtype],
-        ASYMMETRIC=weights[0].zero.numel() > 0, RAW=raw, AFFINE=affine, DOT=DTYPES[x.dtype], WARPS=WARPS,
-        STAGES=STAGES, num_warps=WARPS, maxnreg=REGISTERS, launch_pdl=True,
+        ASYMMETRIC=weights[0].zero.numel() > 0, RAW=raw, AFFINE=affine, DOT=DTYPES[x.dtype], ACT=act,
+        WARPS=WARPS, STAGES=STAGES, num_warps=WARPS, maxnreg=REGISTERS, launch_pdl=True,
     )  # fmt: skip
     kernel.launch(
-        (programs,), *chain.from_iterable(map(_descriptors, weights)), bias, x, residual, middle, mlp_norm,
-        norm, o_out, active, down_out, out, _arrivals(x.device), eps,
+        (programs,), *chain.from_iterable(map(_descriptors, weights)), bias, x, residual, middle, *norms,
+        o_out, active, down_out, out, _arrivals(x.device), eps, None if scale == 1.0 else scale,
     )  # fmt: skip
     return out

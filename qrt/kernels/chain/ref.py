@@ -8,7 +8,7 @@ from torch import Tensor
 
 from qrt.kernels.act_mul import act_mul
 from qrt.kernels.linear import linear
-from qrt.kernels.rmsnorm import add_rmsnorm
+from qrt.kernels.rmsnorm import add_normed, rmsnorm
 from qrt.quant.digits import Digits
 
 
@@ -20,14 +20,20 @@ def chain(
     down: Sequence[Tensor],
     qkv: Sequence[Tensor],
     bias: Tensor | None,
-    mlp_norm: Tensor,
-    norm: Tensor,
+    mlp_norm: Tensor | None,
+    norm: Tensor | None,
     eps: float,
     scheme: str,
+    act: str = "silu",
+    attention_out: Tensor | None = None,
+    mlp_out: Tensor | None = None,
+    scale: float = 1.0,
 ) -> Tensor:
     """See the package's docstring."""
     attended = x[0] if len(x) == 1 else Digits(x[0], x[1], len(residual)).read().to(residual.dtype)
-    y = add_rmsnorm(residual, linear(attended, o, None, scheme), mlp_norm, eps)
-    y = linear(act_mul(linear(y, gate_up, None, scheme), "silu"), down, None, scheme)
-    y = add_rmsnorm(residual, y, norm, eps)
+    add_normed(residual, linear(attended, o, None, scheme), attention_out, eps, scale)
+    y = residual if mlp_norm is None else rmsnorm(residual, mlp_norm, eps)
+    y = linear(act_mul(linear(y, gate_up, None, scheme), act), down, None, scheme)
+    add_normed(residual, y, mlp_out, eps, scale)
+    y = residual if norm is None else rmsnorm(residual, norm, eps)
     return linear(y, qkv, bias, scheme) if qkv else y

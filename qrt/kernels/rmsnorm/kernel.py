@@ -22,14 +22,34 @@ _BLOCK_ELEMENTS = 2048  # rows shorter than this share a program
 
 
 @triton.jit
-def _normal(x, weight, eps, K: tl.constexpr, WIDE: tl.constexpr):
-    """Return the norm of rows x [M, BLOCK_K], 0 beyond K; a WIDE weight multiplies before it is rounded."""
+def product(a, b, ASM: tl.constexpr):
+    """Multiply fp32 by fp32, for a product that is rounded to 16 bits and then added.
+
+    Of a * b and an addition the compiler would make one operation in 16 bits, which leaves out the rounding.
+    """
+    if ASM:
+        return tl.inline_asm_elementwise(
+            "mul.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return a * b
+
+
+@triton.jit
+def _normal(x, weight, eps, K: tl.constexpr, WIDE: tl.constexpr, ADDED: tl.constexpr, ASM: tl.constexpr):
+    """Return the norm of rows x [M, BLOCK_K], 0 beyond K; a WIDE weight multiplies before it is rounded.
+
+    ADDED: what is returned is added to something.
+    """
     wide = x.to(tl.float32)
     mean = tl.sum(wide * wide, 1) / K
     normal = wide * tl.rsqrt(mean + eps)[:, None]
     if not WIDE:
         normal = normal.to(x.dtype).to(tl.float32)
-    return (normal * weight[None, :]).to(x.dtype)
+    if ADDED:
+        return product(normal, tl.broadcast_to(weight[None, :], normal.shape), ASM).to(x.dtype)
+    else:
+        return (normal * weight[None, :]).to(x.dtype)
 
 
 @triton.jit(do_not_specialize=["ROWS"])
@@ -68,7 +88,7 @@ def _rmsnorm(  # noqa: C901 -- its branches are constants
     if SHARES > 0:
         x = x.to(RESIDUAL.dtype.element_ty)
     if INNER is not None:
-        x = _normal(x, inner, inner_eps, K, INNER.dtype.element_ty == tl.float32)
+        x = _normal(x, inner, inner_eps, K, INNER.dtype.element_ty == tl.float32, True, ASM)
     if factor is not None:
         x = (x.to(tl.float32) * factor).to(x.dtype)
     if RESIDUAL is not None:
@@ -78,7 +98,7 @@ def _rmsnorm(  # noqa: C901 -- its branches are constants
         tl.store(residual, x, mask=inside)
     y = x
     if WEIGHT is not None:
-        y = _normal(x, weight, eps, K, WEIGHT.dtype.element_ty == tl.float32)
+        y = _normal(x, weight, eps, K, WEIGHT.dtype.element_ty == tl.float32, False, ASM)
     if ROOM > 0:  # x is zero beyond K
         group = tl.arange(0, BLOCK_K // GROUP)
         store_digits(y.to(tl.float32), Y, SCALES, row, group, ROWS, K // GROUP, ROOM)
