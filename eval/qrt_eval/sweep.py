@@ -207,17 +207,17 @@ def measure(
         kld.release()
     engine = serving_engine(sweep.arguments, weights, kv, checkpoint)
     facts = engine_facts(engine, sweep.name)
+    fits = fitting(sweep.arguments, facts["weight_bytes"], engine.kv_bytes_kept(sweep.arguments.context))
     row = speed(engine, sweep.arguments)
     del engine
     kld.release()
-    kv_bytes = facts["kv_bytes_per_token"]
     return {
         "weights": weights,
         "kv": kv,
         "checkpoint": checkpoint and pinned_name(checkpoint),
         "weight_bytes": facts["weight_bytes"],
-        "kv_bytes_per_token": kv_bytes,
-        "max_concurrent_requests": fitting(sweep.arguments, facts["weight_bytes"], kv_bytes),
+        "kv_bytes_per_token": facts["kv_bytes_per_token"],
+        "max_concurrent_requests": fits,
         **quality,
         **{name: row[name] for name in SPEED},
     }
@@ -230,13 +230,13 @@ def speed(engine: Engine, arguments: Namespace) -> dict[str, Any]:
     return throughput.measure(engine, load, arguments.repeats)
 
 
-def fitting(arguments: Namespace, weight_bytes: int, kv_bytes_per_token: int) -> int:
-    """Return how many requests of --context tokens fit beside the weights in --memory-gib.
+def fitting(arguments: Namespace, weight_bytes: int, kv_bytes: int) -> int:
+    """Return how many requests of --context tokens, `kv_bytes` each, fit beside the weights in --memory-gib.
 
     It uses the engine's memory utilization. The memory that a step needs is not counted.
     """
     room = arguments.memory_gib * GIB * UTILIZATION - weight_bytes
-    return max(0, int(room // (kv_bytes_per_token * arguments.context)))
+    return max(0, int(room // kv_bytes))
 
 
 def serving_engine(arguments: Namespace, weights: str, kv: str, checkpoint: str | None) -> Engine:

@@ -30,6 +30,7 @@ from qrt.mem.sizing import (
     slot_bytes,
 )
 from qrt.mem.storage import KVStorage
+from qrt.mem.windows import LayerGroups
 from qrt.model.decoder import Decoder
 from qrt.model.loader import dummy_model, load_model
 from qrt.model.products import explain_products
@@ -79,12 +80,15 @@ def build(
     if model.device.type == "cuda":  # a CPU gains nothing by padding
         sizes = _capture_sizes(config, limits)
         limits = replace(limits, step_sizes=tuple(sizes[1]))
+    windows = [model.arch.window(layer) for layer in range(model.arch.num_layers)]
+    groups = LayerGroups.of(windows, limits.max_model_len)
     with launches_on(model.device):
         quantized = any(format.rotated for format in formats)
         smoothing = fit_smoothing(model, formats) if quantized else None
-        pool = _pool(config, model, formats, limits, sizes, smoothing)
+        pool = _pool(config, model, formats, limits, sizes, smoothing, groups)
         heads, dim = model.arch.num_kv_heads, model.arch.head_dim
-        kv = KVStorage(formats, pool.num_slots, heads, dim, model.dtype, model.device, smoothing)
+        shape = pool.slots, heads, dim, model.dtype, model.device
+        kv = KVStorage(formats, *shape, smoothing, groups=groups.of_layer)
         adjustments = Adjustments(model.arch.vocab_size, eos, model.device)
         runner = _runner(config, model, kv, limits, sizes, adjustments)
     logger.info("model: %s, on %s", model, model.device)
@@ -192,11 +196,12 @@ def _pool(
     limits: Limits,
     sizes: tuple[Sequence[int], Sequence[int]] | None,
     smoothing: Sequence[torch.Tensor] | None,
+    groups: LayerGroups,
 ) -> PoolSize:
     """Return the size of the pool that fits beside the weights and the largest step."""
     reserve = 0
     if sizes is not None and config.kv_cache_memory_bytes is None:
-        reserve = peak_step_bytes(model, formats, limits, smoothing, *sizes)
+        reserve = peak_step_bytes(model, formats, limits, smoothing, *sizes, groups)
         tokens = limits.max_num_batched_tokens
         logger.info("activations and graphs: %.2f GiB for steps of %d tokens", reserve / GIB, tokens)
     return pool_size(
@@ -207,6 +212,7 @@ def _pool(
         budget_bytes=_budget_bytes(config, model, reserve),
         max_model_len=limits.max_model_len,
         max_num_seqs=limits.max_num_seqs,
+        groups=groups,
     )
 
 
@@ -232,7 +238,7 @@ def _runner(
     table = RequestTable(
         limits.max_num_seqs,
         limits.max_model_len,
-        kv.pad_slot,
+        kv.slots,
         model.device,
         short_context=limits.short_context,
     )

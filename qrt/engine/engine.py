@@ -19,6 +19,7 @@ from qrt.engine.step.runner import Launched
 from qrt.engine.step.timeline import Timeline
 from qrt.mem.manager import KVManager
 from qrt.mem.sizing import slot_bytes
+from qrt.mem.windows import WindowSlots, held_slots
 from qrt.model.decoder import Decoder
 from qrt.sampling_params import SamplingParams
 
@@ -75,8 +76,9 @@ class Engine:
     def _forget(self) -> None:
         """Start with no requests, no launched steps and an empty pool."""
         config = self.config
+        windows = [WindowSlots(slots, window) for window, slots, _ in self.pool.windows]
         self.scheduler = Scheduler(
-            KVManager(self.pool.num_slots, prefix_caching=config.enable_prefix_caching),
+            KVManager(self.pool.num_slots, windows, prefix_caching=config.enable_prefix_caching),
             self._limits,
             self._eos,
             config.seed,
@@ -94,6 +96,27 @@ class Engine:
         """Bytes of one token's K and V in all layers, scales included."""
         config = self.model.arch
         return slot_bytes(self.formats, config.num_kv_heads, config.head_dim, self.model.dtype)
+
+    def kv_bytes_read(self, length: float) -> float:
+        """Return the bytes of K and V that the next token of a request of `length` tokens attends."""
+        windows = self._windows
+        return sum(min(length, window or length) * self._layer_bytes(i) for i, window in enumerate(windows))
+
+    def kv_bytes_kept(self, length: int) -> int:
+        """Return the bytes of K and V that a decoding request of `length` tokens keeps."""
+        return sum(
+            held_slots(window, length) * self._layer_bytes(i) for i, window in enumerate(self._windows)
+        )
+
+    @property
+    def _windows(self) -> list[int]:
+        """The window of each layer, 0: all tokens."""
+        return [self.model.arch.window(layer) for layer in range(self.model.arch.num_layers)]
+
+    def _layer_bytes(self, layer: int) -> int:
+        """Return the bytes of one token in a layer."""
+        config = self.model.arch
+        return self.formats[layer].bytes_per_slot(config.num_kv_heads, config.head_dim, self.model.dtype)
 
     @property
     def has_work(self) -> bool:

@@ -21,7 +21,8 @@ from qrt.kernels.step import KVLayer, StepMeta
 def store(q: Tensor, k: Tensor, v: Tensor, rope: tuple[Tensor, Tensor], step: StepMeta, kv: KVLayer) -> None:
     """Apply RoPE to q and k, turn q, k and v into the cache's basis in place, store k and v (`kv_write`)."""
     rows = step.positions if step.turns is None else step.turns
-    kv_write(q, k, v, *rope, rows, step.slots, kv.buffers, kv.smoothing, kv.format)
+    slots = step.places(kv.group).slots
+    kv_write(q, k, v, *rope, rows, slots, kv.buffers, kv.smoothing, kv.format)
 
 
 def attend_decodes(q: Tensor, step: StepMeta, kv: KVLayer, out: Tensor, scores: Scores) -> None:
@@ -30,7 +31,7 @@ def attend_decodes(q: Tensor, step: StepMeta, kv: KVLayer, out: Tensor, scores: 
         decode_attention(
             q[: step.num_decodes],
             kv.buffers,
-            step.slot_table,
+            step.places(kv.group).slot_table,
             decode.rows,
             decode.kv_lens,
             decode.parts[scores.plan],
@@ -54,7 +55,7 @@ def attend_chunks(
             k,
             v,
             kv.buffers,
-            step.slot_table,
+            step.places(kv.group).slot_table,
             chunks.rows,
             chunks.query_start,
             chunks.cached_start,
@@ -93,7 +94,7 @@ def append(
         *rope,
         kv.buffers,
         kv.smoothing,
-        step.slot_table,
+        step.places(kv.group).slot_table,
         decode.rows,
         decode.kv_lens,
         decode.parts[scores.plan],

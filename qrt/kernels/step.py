@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -113,18 +113,31 @@ class Chunks:
         return {name: np.asarray(array, np.int32) for name, array in arrays.items()}
 
 
+class Places(NamedTuple):
+    """Where the layers of one group find K and V.
+
+    slots        [T] int32   where each token's K/V is written (padding rows: the pad slot)
+    slot_table   [R, Lmax] int32   row r, column p: slot of position p of the request in row r; where no
+                 token of the step attends position p, any slot
+    """
+
+    slots: Tensor
+    slot_table: Tensor
+
+
 @dataclass(frozen=True)
 class StepMeta:
     """The tensors of one step.
 
     tokens       [T] int64   token ids
     positions    [T] int32   position of each token in its sequence
-    slots        [T] int32   where each token's K/V is written (padding rows: the pad slot)
-    slot_table   [R, Lmax] int32   row r, column p: slot of position p of the request in row r
+    slots        slots and slot_table of the first group of layers, as in Places
+    slot_table
     decode       None when no request decodes
     prefill      None when no chunk is prefilled
     attended     [T, Hq, D] or None: where attention writes; it leaves tokens of padding as they are
     turns        [T] int32   each token's row of the RoPE tables, or None: its position
+    windows      the other groups of layers
     """
 
     tokens: Tensor
@@ -135,6 +148,11 @@ class StepMeta:
     prefill: PrefillMeta | None
     attended: Tensor | None = None
     turns: Tensor | None = None
+    windows: Sequence[Places] = ()
+
+    def places(self, group: int) -> Places:
+        """Return where the layers of `group` find K and V."""
+        return self.windows[group - 1] if group else Places(self.slots, self.slot_table)
 
     @property
     def num_decodes(self) -> int:
@@ -149,8 +167,10 @@ class KVLayer:
     format      the format's name in KV_FORMATS
     buffers     the format's tensors, in the order of `KVFormat.buffers`
     smoothing   fp32 [3, Hkv, D] from `qrt.quant.kv.smoothing`, or None to store K as it is
+    group       the layers with which it shares slot ids (`StepMeta.places`)
     """
 
     format: str
     buffers: list[Tensor]
     smoothing: Tensor | None = None
+    group: int = 0

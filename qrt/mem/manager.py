@@ -4,6 +4,9 @@ Every slot is free, or owned by the prefix cache (evictable, or locked by runnin
 one running sequence. All work is on the host, and the caller orders it against the GPU. A later step may
 write a slot as soon as it is released. So release a sequence only when no launched step still reads or writes
 it, or when later steps run after that one on the same stream.
+
+Layers with windows have slots of their own (`qrt.mem.windows`). A sequence gets them by `reach`, chunk by
+chunk, which frees those that its window has passed.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import numpy as np
 
 from qrt.mem.prefix import Match, Node, RadixCache
 from qrt.mem.slots import RUN, Ints, SlotAllocator
+from qrt.mem.windows import NONE, Given, Held, WindowSlots, longest_prefix
 
 
 class SequenceKV:
@@ -24,11 +28,15 @@ class SequenceKV:
     length       number of slots
     num_cached   number of first tokens whose K/V the prefix cache holds (shared, read-only)
     salt         the salt of the cached prefixes that it shares
+    windows      its slots in each window group
     """
 
-    __slots__ = ("_buffer", "_node", "length", "num_cached", "salt")
+    __slots__ = ("_buffer", "_node", "length", "num_cached", "salt", "windows")
 
-    def __init__(self, shared: Ints, private: Ints, node: Node, salt: str | None) -> None:
+    def __init__(
+        self, shared: Ints, private: Ints, node: Node, salt: str | None, windows: Sequence[Held] = ()
+    ) -> None:
+        self.windows = windows
         self.num_cached = len(shared)
         self.salt = salt
         self._node = node
@@ -69,6 +77,7 @@ class KVStats:
     private_slots: int
     hit_tokens: int  # prompt tokens found in the prefix cache
     query_tokens: int  # prompt tokens looked up
+    usage: float  # share of the slots that running requests hold, of the group where it is highest
 
 
 class KVManager:
@@ -77,11 +86,21 @@ class KVManager:
     A sequence is started with all its known tokens, extended as it grows, and released once. To pause one,
     release it with keep=True and start it again later with all its tokens. Tokens that have not been evicted
     in the meantime are not computed again. Without `prefix_caching` nothing is kept.
+
+    windows   the slots of each window group
     """
 
-    def __init__(self, num_slots: int, *, prefix_caching: bool = True, run: int = RUN) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        windows: Sequence[WindowSlots] = (),
+        *,
+        prefix_caching: bool = True,
+        run: int = RUN,
+    ) -> None:
+        self.windows = windows
         self._slots = SlotAllocator(num_slots, run)
-        self._cache = RadixCache()
+        self._cache = RadixCache(windows)
         self.prefix_caching = prefix_caching
         # evicting many slots takes as long as evicting one; up to `_max_gaps` free slots may lie in gaps
         self._evict_slots = run * max(1, min(64, num_slots // (64 * run)))
@@ -104,11 +123,13 @@ class KVManager:
         """A snapshot of the counts."""
         free, evictable, locked = self._slots.num_free, self._cache.evictable, self._cache.locked
         private = self.num_slots - free - evictable - locked
-        return KVStats(free, evictable, locked, private, self._hit_tokens, self._query_tokens)
+        usage = [(locked + private) / self.num_slots]
+        usage += [1 - pool.available / pool.capacity for pool in self.windows]
+        return KVStats(free, evictable, locked, private, self._hit_tokens, self._query_tokens, max(usage))
 
     def cached(self, ids: Ints, salt: str | None = None) -> int:
         """Return how many tokens of `ids` int32 [n] a new sequence would share; change nothing."""
-        return self._cache.match(ids[:-1], salt).length if self.prefix_caching else 0
+        return self._usable(ids[:-1], salt).length if self.prefix_caching else 0
 
     def start(
         self, ids: Sequence[int] | Ints, *, reuse: bool = True, spare: int = 0, salt: str | None = None
@@ -123,14 +144,15 @@ class KVManager:
         if not len(ids):
             raise ValueError("a sequence starts with at least one token")
         look_up = self.prefix_caching and reuse
-        match = self._cache.match(ids[:-1] if look_up else ids[:0], salt)
+        match = self._usable(ids[:-1] if look_up else ids[:0], salt)
         need = len(ids) - match.length
         if need > self.available - match.unlocked - spare:
             return None
         node = self._cache.lock(match)
         shared = self._cache.slots(node)
         tail = int(shared[-1]) if len(shared) else None
-        seq = SequenceKV(shared, self._alloc(need, tail), node, salt)
+        windows = [self._held(node, match.length, group) for group in range(len(self.windows))]
+        seq = SequenceKV(shared, self._alloc(need, tail), node, salt, windows)
         self._running.add(seq)
         if look_up:
             self._hit_tokens += match.length
@@ -145,6 +167,29 @@ class KVManager:
         seq._append(slots)
         return slots
 
+    def reach(self, seq: SequenceKV, start: int, end: int) -> tuple[int, list[Given]]:
+        """Give `seq` slots in all window groups for the tokens of a step, the positions [start, end).
+
+        First frees the slots that no token from `start` on attends. Returns how far there was room, at most
+        `end`, and the new slots.
+        """
+        reached, given = end, []
+        for group, (pool, held) in enumerate(zip(self.windows, seq.windows, strict=True)):
+            passed = min(start - pool.kept, held.end) - held.first
+            if passed > 0:
+                pool.drop(held.slots[:passed])
+                held.first, held.slots = held.first + passed, held.slots[passed:]
+            at = held.end
+            need = min(end - at, pool.available)
+            if need > 0:
+                if need > pool.num_free:
+                    self._cache.evict_window(group, max(need - pool.num_free, pool.capacity // 64))
+                slots = pool.take(need, held.slots.item(-1) if len(held.slots) else None)
+                held.slots = np.concatenate([held.slots, slots])
+                given.append(Given(1 + group, at, slots))
+            reached = min(reached, held.end)
+        return max(reached, start), given
+
     def publish(self, seq: SequenceKV, ids: Ints) -> Ints:
         """Share the first tokens of a running sequence, `ids` int32 [n], whose K/V have been written.
 
@@ -158,10 +203,11 @@ class KVManager:
             return taken
         if not self._publish(seq, ids):
             match = self._cache.match(ids, seq.salt)
-            if match.length == len(ids):
-                return taken
-            taken = self._share(seq, match)
-            self._publish(seq, ids)
+            if match.length < len(ids):
+                taken = self._share(seq, match)
+                self._publish(seq, ids)
+        if self.windows:
+            self._cache.fill(self._cache.match(ids, seq.salt), seq.windows)
         return taken
 
     def release(self, seq: SequenceKV, ids: Sequence[int] | Ints, keep: bool = True) -> None:
@@ -184,6 +230,10 @@ class KVManager:
             duplicates, unwritten = seq.slots[seq.num_cached : match.length], seq.slots[len(ids) :]
             if len(ids) > seq.num_cached:
                 unused = np.concatenate([duplicates, unwritten])
+            if self.windows:
+                self._cache.fill(self._cache.match(ids, seq.salt), seq.windows)
+        for pool, held in zip(self.windows, seq.windows, strict=True):
+            pool.drop(held.slots)
         self._slots.free(unused)
         self._cache.unlock(seq._node)
         self._running.remove(seq)
@@ -208,6 +258,27 @@ class KVManager:
                 locks[node] += 1
                 node = node.parent
         assert all(node.ref == locks[node] for node in self._cache.nodes())
+        for group, pool in enumerate(self.windows):
+            cached = [node.windows[group] for node in self._cache.nodes()]
+            held = [seq.windows[group].slots for seq in self._running]
+            pool.check(held, [slots[slots != NONE] for slots in cached])
+
+    def _usable(self, ids: Ints, salt: str | None) -> Match:
+        """Return the longest cached prefix of `ids` of which the next token finds all that it attends."""
+        match = self._cache.match(ids, salt)
+        if not match.length or not self.windows:
+            return match
+        found = [self._cache.found(match, group) for group in range(len(self.windows))]
+        length = longest_prefix(found, [pool.window for pool in self.windows], match.length)
+        return match if length == match.length else self._cache.match(ids[:length], salt)
+
+    def _held(self, node: Node, length: int, group: int) -> Held:
+        """Let a new sequence hold what its first token attends of a cached prefix of `length` tokens."""
+        pool = self.windows[group]
+        first = max(0, length - pool.window + 1)
+        slots = self._cache.window_slots(node, group)[first:]
+        pool.hold(slots)
+        return Held(first, slots)
 
     def _publish(self, seq: SequenceKV, ids: Ints) -> bool:
         """Publish the tokens that `seq` does not share yet; return False if another sequence was first."""

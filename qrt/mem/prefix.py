@@ -4,18 +4,22 @@ A node owns the slots of its tokens until they are evicted. Running sequences lo
 that are not locked can be evicted, the least recently used leaf token first. Tokens cached with a salt are
 found only with that salt, so nobody else can tell from the time of an answer that they are cached. (This is
 SGLang's RadixAttention, arXiv:2312.07104, with pages of one token as in LightLLM.)
+
+A token may also have a slot in each window group (`qrt.mem.windows`), or have lost it. These slots are
+evicted on their own, too.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
 import numpy as np
 
 from qrt.mem.slots import Ints
+from qrt.mem.windows import NONE, Held, WindowSlots
 
 # The first token of a key; directly below the root, together with the salt if there is one.
 Edge = int | tuple[str, int]
@@ -23,10 +27,14 @@ Edge = int | tuple[str, int]
 
 @dataclass(eq=False, slots=True)
 class Node:
-    """An edge and its end: the tokens `key` [n] after the parent's, and their `slots` [n]."""
+    """An edge and its end: the tokens `key` [n] after the parent's, and their `slots` [n].
+
+    `windows` has their slots [n] in each window group, NONE for those without one.
+    """
 
     key: Ints
     slots: Ints
+    windows: list[Ints] = field(default_factory=list)
     parent: Node | None = None
     edge: Edge = 0  # its key among the parent's children
     children: dict[Edge, Node] = field(default_factory=dict)
@@ -56,8 +64,9 @@ class Match:
 class RadixCache:
     """Token ids -> slots. `evictable` and `locked` count the tokens it holds."""
 
-    def __init__(self) -> None:
+    def __init__(self, windows: Sequence[WindowSlots] = ()) -> None:
         self.evictable = self.locked = 0
+        self._windows = windows
         self._root = Node(np.empty(0, np.int32), np.empty(0, np.int32))
         self._clock = 0
         # Nodes that were an unlocked leaf when they were queued, by their last use at that time. Each node
@@ -110,6 +119,47 @@ class RadixCache:
         parts = [node.slots for node in _path(end)]
         return np.concatenate(parts[::-1]) if parts else np.empty(0, np.int32)
 
+    def window_slots(self, end: Node, group: int) -> Ints:
+        """Return the slots, or NONE, of the whole prefix that ends at `end` in the window group `group`."""
+        parts = [node.windows[group] for node in _path(end)]
+        return np.concatenate(parts[::-1]) if parts else np.empty(0, np.int32)
+
+    def found(self, match: Match, group: int) -> Ints:
+        """Return the slots, or NONE, of a match in the window group `group`, int32 [its length]."""
+        return self.window_slots(match.node, group)[: match.length]
+
+    def fill(self, match: Match, held: Sequence[Held]) -> None:
+        """Take over slots of a request in window groups, for tokens of the match that have none there."""
+        start, node = match.length - match.within, match.node
+        end = match.length
+        while node.parent is not None:
+            for pool, own, slots in zip(self._windows, held, node.windows, strict=True):
+                low, high = max(start, own.first), min(end, own.end)
+                if low < high:
+                    lacking = slots[low - start : high - start]
+                    at = np.flatnonzero(lacking == NONE)
+                    lacking[at] = own.slots[low - own.first :][at]
+                    pool.cache(lacking[at])
+            node = node.parent
+            start, end = start - len(node.key), start
+
+    def evict_window(self, group: int, need: int) -> None:
+        """Free at least `need` slots of a window group that no request holds, or all if there are fewer.
+
+        Tokens that were used least recently lose theirs first, and of one node the earlier tokens: a hit
+        needs the last ones.
+        """
+        pool = self._windows[group]
+        for node in sorted(self.nodes(), key=lambda node: node.last_use):
+            if need <= 0:
+                return
+            slots = node.windows[group]
+            at = np.flatnonzero(slots != NONE)
+            at = at[pool.unheld(slots[at])][:need]
+            pool.uncache(slots[at])
+            slots[at] = NONE
+            need -= len(at)
+
     def insert(self, match: Match, ids: Ints, slots: Ints) -> Node:
         """Add `ids` [n], whose cached prefix is `match`, and return the node where they end.
 
@@ -119,7 +169,7 @@ class RadixCache:
         end = self._end(match)
         if match.length < len(ids):
             rest = slice(match.length, None)
-            leaf = Node(ids[rest].copy(), slots[rest].copy(), end)
+            leaf = Node(ids[rest].copy(), slots[rest].copy(), self._without(match.length, len(ids)), end)
             leaf.edge = _edge(end, int(leaf.key[0]), match.salt)
             end.children[leaf.edge] = leaf
             self.evictable += len(leaf.key)
@@ -137,7 +187,8 @@ class RadixCache:
         edge = _edge(end, int(ids[0]), salt)
         if edge in end.children:
             return None
-        leaf = Node(ids.copy(), slots.copy(), end, edge, ref=1, last_use=end.last_use)
+        lost = self._without(0, len(ids))
+        leaf = Node(ids.copy(), slots.copy(), lost, end, edge, ref=1, last_use=end.last_use)
         end.children[edge] = leaf
         self.locked += len(ids)
         return leaf
@@ -156,10 +207,12 @@ class RadixCache:
                 continue
             keep = max(0, len(node.key) - need)
             freed.append(node.slots[keep:])
+            self._lose(node, keep)
             need -= len(node.key) - keep
             self.evictable -= len(node.key) - keep
             if keep:
                 node.key, node.slots = node.key[:keep], node.slots[:keep]
+                node.windows = [slots[:keep] for slots in node.windows]
                 self._offer(node)
             else:
                 self._remove(node)
@@ -184,6 +237,7 @@ class RadixCache:
             assert parent is not None and parent.children[node.edge] is node
             assert node.edge == int(node.key[0]) or (parent.parent is None and isinstance(node.edge, tuple))
             assert len(node.key) == len(node.slots) > 0
+            assert [len(slots) for slots in node.windows] == [len(node.key)] * len(self._windows)
             assert node.queued == (id(node) in queued)
             assert node.queued or node.children or node.ref, "an evictable leaf that eviction cannot find"
             if parent.parent is not None:
@@ -200,13 +254,25 @@ class RadixCache:
         assert parent is not None
         # The upper part is the new node: locks and queue entries refer to ends of paths. Both parts are
         # copied, so that the short one does not keep the long array alive.
-        upper = Node(node.key[:within].copy(), node.slots[:within].copy(), parent, node.edge)
+        upper = Node(node.key[:within].copy(), node.slots[:within].copy(), parent=parent, edge=node.edge)
+        upper.windows = [slots[:within].copy() for slots in node.windows]
+        node.windows = [slots[within:].copy() for slots in node.windows]
         upper.ref, upper.last_use = node.ref, node.last_use
         parent.children[upper.edge] = upper
         node.key, node.slots, node.parent = node.key[within:].copy(), node.slots[within:].copy(), upper
         node.edge = int(node.key[0])
         upper.children[node.edge] = node
         return upper
+
+    def _without(self, first: int, end: int) -> list[Ints]:
+        """Return NONE for the tokens [first, end) in each window group."""
+        return [np.full(end - first, NONE, np.int32) for _ in self._windows]
+
+    def _lose(self, node: Node, keep: int) -> None:
+        """Give up the slots in window groups that tokens of `node` beyond the first `keep` have."""
+        for pool, slots in zip(self._windows, node.windows, strict=True):
+            rest = slots[keep:]
+            pool.uncache(rest[rest != NONE])
 
     def _touch(self, end: Node) -> None:
         self._clock += 1

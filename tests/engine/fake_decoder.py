@@ -8,6 +8,7 @@ a hash of all tokens up to it, so a wrong slot, position, length or row changes 
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -120,13 +121,48 @@ class FakeDecoder:
         return _logits(hidden[:, 0])
 
 
+class WindowedDecoder(FakeDecoder):
+    """A FakeDecoder with a second layer, which slides a window; it fails if a token in a window is wrong."""
+
+    def __init__(self, window: int, short_context: int = 0) -> None:
+        super().__init__(short_context)
+        self.window = window
+        self.arch = replace(self.arch, layers=(Layer(), Layer(window=window)))
+        self.seen = torch.empty(0)
+
+    def hidden(self, step, kv):
+        states = super().hidden(step, kv)
+        slots, table = step.places(kv.layer(1).group)
+        if not len(self.seen):
+            self.seen = torch.full((kv.slots[1] + 1, self.cache.shape[1]), -1)
+        assert len(set(slots.tolist())) == len(slots)
+        self.seen[slots.long()] = self.cache[step.slots.long()]
+        for row, first, end in self._queries(step):
+            low = max(0, first + 1 - self.window)
+            expected = self.cache[step.slot_table[row, low:end].long()]
+            assert torch.equal(self.seen[table[row, low:end].long()], expected), "a wrong slot in a window"
+        return states
+
+    def _queries(self, step):
+        """Yield row, first position and end of each request's tokens in the step."""
+        if step.decode is not None:
+            for row, length in zip(step.decode.rows, step.decode.kv_lens, strict=True):
+                yield int(row), int(length) - 1, int(length)
+        if step.prefill is not None:
+            starts = pairwise(step.prefill.query_start.tolist())
+            for row, (start, end) in zip(step.prefill.rows, starts, strict=True):
+                yield int(row), int(step.positions[start]), int(step.positions[end - 1]) + 1
+
+
 def fake_engine(model: FakeDecoder | None = None, *, pool: int = 512, **settings) -> Engine:
     """An engine over a FakeDecoder with a pool of `pool` tokens (a multiple of 16)."""
     settings.setdefault("max_model_len", min(MAX_POSITION, pool))
     kv_bytes = pool_bytes([KV_FORMATS["fp16"]], pool, 1, 16, torch.float32)
     config = EngineConfig("fake", kv_cache_memory_bytes=kv_bytes, **settings)
     engine = Engine(config, model or FakeDecoder())
-    assert engine.pool.num_slots == min(pool, engine.scheduler.limits.max_num_seqs * engine.max_model_len)
+    assert engine.pool.windows or engine.pool.num_slots == min(
+        pool, engine.scheduler.limits.max_num_seqs * engine.max_model_len
+    )
     return engine
 
 

@@ -10,11 +10,22 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from fake_decoder import EOS, VOCAB, FakeDecoder, fake_engine, greedy, next_logits, run, tokens
+from fake_decoder import (
+    EOS,
+    VOCAB,
+    FakeDecoder,
+    WindowedDecoder,
+    fake_engine,
+    greedy,
+    next_logits,
+    run,
+    tokens,
+)
 
 from qrt.engine.schedule import admission, lookahead, sharing
 from qrt.engine.schedule.request import FinishReason
 from qrt.errors import ConfigError, QueueFullError
+from qrt.mem import sizing, windows
 from qrt.sampling_params import SamplingParams
 
 _alone = fake_engine(max_num_seqs=1, enable_prefix_caching=False, overlap=False)
@@ -105,7 +116,7 @@ def check_logprobs(prompt, params, deltas):
         torch.testing.assert_close(got, top)
 
 
-def random_engine(rng, monkeypatch):
+def random_engine(rng, monkeypatch, model=None):
     """Every way of the engine, and an estimate that is often too low."""
     slack = rng.choice([0, 0, 3, 64])
     monkeypatch.setattr(
@@ -114,9 +125,10 @@ def random_engine(rng, monkeypatch):
     monkeypatch.setattr(lookahead, "GROW_TOKENS", rng.choice([1, 5]))
     monkeypatch.setattr(lookahead, "GROWN_AT_ONCE", rng.choice([1, 3, 64]))
     monkeypatch.setattr(sharing, "SHARED_TOKENS", rng.choice([1, 8, 1000]))
+    pools = [112, 128, 160, 512] if model else [48, 64, 80, 256]  # of both groups together
     return fake_engine(
-        FakeDecoder(rng.choice([0, 0, 20])),
-        pool=rng.choice([48, 64, 80, 256]),
+        model or FakeDecoder(rng.choice([0, 0, 20])),
+        pool=rng.choice(pools),
         max_model_len=48,
         max_num_seqs=rng.choice([2, 6, 6, 12]),
         max_num_batched_tokens=rng.choice([2, 7, 16, 16, 64, 512]),
@@ -144,10 +156,30 @@ def check_order(engine, added):
     assert by_priority or crosses or running + waiting == sorted(running + waiting)
 
 
+def windowed(rng, monkeypatch):
+    """A model with a window of a few tokens, for requests that keep hardly more."""
+    monkeypatch.setattr(windows, "MARGIN", rng.choice([0, 3]))
+    monkeypatch.setattr(windows, "AHEAD", 15)
+    monkeypatch.setattr(sizing, "STEP_TOKENS", rng.choice([1, 8]))
+    if rng.random() < 0.5:  # windows run out of slots before the other group does
+        monkeypatch.setattr(sizing, "_divided", lambda budget, sizes, least, most: [most[0], least[1]])
+    return WindowedDecoder(rng.choice([1, 2, 6, 9]), rng.choice([0, 0, 20]))
+
+
+@torch.inference_mode()
+def poison(engine):
+    """Overwrite every slot of a window group that nobody holds."""
+    for pool in engine.scheduler.kv.windows:
+        if len(engine.model.seen):
+            engine.model.seen[np.setdiff1d(np.arange(pool.capacity), pool._slots.in_use())] = -7
+
+
+@pytest.mark.parametrize("window", [False, True])
 @pytest.mark.parametrize("seed", range(24))
-def test_any_schedule_gives_the_tokens_of_a_lone_request(seed, monkeypatch):
+def test_any_schedule_gives_the_tokens_of_a_lone_request(seed, window, monkeypatch):
     rng = random.Random(seed)
-    engine = random_engine(rng, monkeypatch)
+    engine = random_engine(rng, monkeypatch, windowed(rng, monkeypatch) if window else None)
+    assert len(engine.scheduler.kv.windows) == window
     shared = [[rng.randrange(VOCAB) for _ in range(40)] for _ in range(3)]
     most = 3 if engine.config.scheduling_policy == "priority" else 1
     pending = {
@@ -165,6 +197,7 @@ def test_any_schedule_gives_the_tokens_of_a_lone_request(seed, monkeypatch):
             name = rng.choice(list(added))
             engine.abort(name)
             aborted |= {name} - ended
+        poison(engine)
         for delta in engine.step():
             name = delta.request_id
             assert name in added and name not in ended and name not in aborted, "answered twice or unasked"
@@ -185,6 +218,7 @@ def test_any_schedule_gives_the_tokens_of_a_lone_request(seed, monkeypatch):
         assert (tokens(deltas[name]), last.finish_reason, last.stop_reason) == expected
         check_logprobs(prompt, params if generate else replace(params, logprobs=None), deltas[name])
     kv = engine.scheduler.kv
+    assert all(pool.available == pool.capacity for pool in kv.windows)
     assert kv.available == kv.num_slots and not engine.scheduler.running and not engine.scheduler.waiting
     assert len(engine.scheduler._rows) == min(
         engine.scheduler.limits.max_num_seqs, engine.config.max_num_batched_tokens

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from qrt.errors import ConfigError, UnsupportedError
 from qrt.mem.sizing import GIB, PAD_SLOTS, default_num_seqs, kv_budget_bytes, pool_bytes, pool_size
+from qrt.mem.slots import RUN
 from qrt.quant.kv import KV_FORMATS
 
 FP16, INT8, INT4 = (KV_FORMATS[name] for name in ("fp16", "int8", "int4"))
@@ -37,26 +38,25 @@ def test_default_number_of_requests():
     layers=st.lists(st.sampled_from([FP16, INT8, INT4]), min_size=1, max_size=4),
     max_model_len=st.integers(1, 400),
     max_num_seqs=st.integers(1, 40),
-    run=st.sampled_from([1, 16]),
 )
-def test_the_largest_pool_that_fits(budget, layers, max_model_len, max_num_seqs, run):
+def test_the_largest_pool_that_fits(budget, layers, max_model_len, max_num_seqs):
     def fits(num_slots):
         return pool_bytes(layers, num_slots, 2, 64, torch.float32) <= budget
 
     def make():
         return pool_size(
             layers, 2, 64, torch.float32,
-            budget_bytes=budget, max_model_len=max_model_len, max_num_seqs=max_num_seqs, run=run,
+            budget_bytes=budget, max_model_len=max_model_len, max_num_seqs=max_num_seqs,
         )  # fmt: skip
 
-    most = -(-max_model_len * max_num_seqs // run) * run
-    if not fits(-(-max_model_len // run) * run):
+    most = -(-max_model_len * max_num_seqs // RUN) * RUN
+    if not fits(-(-max_model_len // RUN) * RUN):
         with pytest.raises(ConfigError):
             make()
         return
     size = make()
-    assert size.num_slots % run == 0 and fits(size.num_slots) and size.num_slots >= max_model_len
-    assert size.num_slots == most or not fits(size.num_slots + run)
+    assert size.num_slots % RUN == 0 and fits(size.num_slots) and size.num_slots >= max_model_len
+    assert size.num_slots == most or not fits(size.num_slots + RUN)
     assert size.num_slots <= most
     assert size.num_bytes == pool_bytes(layers, size.num_slots, 2, 64, torch.float32)
 

@@ -173,6 +173,24 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_key_value_heads": 8,
         },
     ),
+    "gemma-3-27b": (
+        "Gemma3ForCausalLM",
+        {
+            "model_type": "gemma3_text",
+            "vocab_size": 262208,
+            "hidden_size": 5376,
+            "intermediate_size": 21504,
+            "num_hidden_layers": 62,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 16,
+            "head_dim": 128,
+            "query_pre_attn_scalar": 168,
+            "sliding_window": 1024,
+            "sliding_window_pattern": 6,
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+            "max_position_embeddings": 131072,
+        },
+    ),
 }
 
 

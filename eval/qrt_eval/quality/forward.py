@@ -7,13 +7,14 @@ the logits of a 128k vocabulary take half a megabyte.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from qrt.arch.rope import first_turn
 from qrt.errors import ConfigError
-from qrt.kernels.step import Chunks, PrefillMeta, StepMeta
+from qrt.kernels.step import Chunks, Places, PrefillMeta, StepMeta
 from qrt.llm import LLM
 
 CHUNK_TOKENS = 2048  # tokens of a step; attention reads the earlier ones from the cache
@@ -29,8 +30,11 @@ class PromptReader:
         assert not llm.engine.config.enable_prefix_caching, "the reader would overwrite the prefix cache"
         self.model = llm.engine.model
         self._kv = llm.engine.runner.kv
-        self._chunk_tokens = chunk_tokens
         self._slots = torch.arange(self._kv.num_slots, dtype=torch.int32, device=self.model.device)
+        # a window group has fewer slots, which the prompt goes through again and again
+        self._rings = [self._slots % slots for slots in self._kv.slots[1:]]
+        reach = [slots - window + 1 for window, slots, _ in llm.engine.pool.windows]
+        self._chunk_tokens = min([chunk_tokens, *reach])
 
     @torch.inference_mode()
     def hidden(self, ids: tuple[int, ...]) -> Iterator[Tensor]:
@@ -50,9 +54,9 @@ class PromptReader:
         prefill = PrefillMeta.of(chunk, self.model.device)  # request 0 has its position p in slot p
         positions = self._slots[start:end]
         turns = positions + first_turn(len(tokens), self.model.arch.short_context)
-        return StepMeta(
-            tokens[start:end], positions, positions, self._slots[None], None, prefill, turns=turns
-        )
+        windows = [Places(ring[start:end], ring[None]) for ring in self._rings]
+        step = StepMeta(tokens[start:end], positions, positions, self._slots[None], None, prefill)
+        return replace(step, turns=turns, windows=windows)
 
 
 def scored_states(reader: PromptReader, ids: tuple[int, ...], first: int) -> Tensor:

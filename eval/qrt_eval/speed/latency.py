@@ -118,7 +118,8 @@ def measure(engine: Engine, batch: int, arguments: Namespace, rate: float | None
         )
     row = summary(batch, input_len, output_len, prefill_s, steps_s)
     row["host_gap"] = timeline.summary()["decode_host_gap"] if timeline else None
-    return row | floor(row, linear_bytes(engine.model), engine.kv_bytes_per_token, rate)
+    kv_bytes = batch * engine.kv_bytes_read(input_len + output_len // 2)
+    return row | floor(linear_bytes(engine.model), kv_bytes, rate)
 
 
 def linear_bytes(model: Decoder) -> int:
@@ -136,7 +137,8 @@ def compared(arguments: Namespace, device: torch.device, rate: float | None) -> 
         lengths = batch, arguments.input_len, arguments.output_len
         other.time_steps(model, *lengths)  # compiles; not reported
         row = summary(*lengths, *other.time_steps(model, *lengths))
-        row |= floor(row, other.weight_bytes(model), other.kv_bytes_per_token(model), rate)
+        kv_bytes = batch * (row["input_len"] + row["output_len"] // 2) * other.kv_bytes_per_token(model)
+        row |= floor(other.weight_bytes(model), kv_bytes, rate)
         rows.append({"by": "transformers", "weights": "bf16", "kv": "bf16", **row})
     return rows
 
@@ -158,11 +160,8 @@ def summary(
     }
 
 
-def floor(
-    row: dict[str, Any], weight_bytes: int, kv_bytes_per_token: int, rate: float | None
-) -> dict[str, Any]:
-    """Return what a decode step of `row` reads, and how long the memory alone takes for that."""
-    kv_bytes = row["batch"] * (row["input_len"] + row["output_len"] // 2) * kv_bytes_per_token
+def floor(weight_bytes: int, kv_bytes: float, rate: float | None) -> dict[str, Any]:
+    """Return what a decode step reads, and how long the memory alone takes for that."""
     return {
         "kv_bytes_per_step": kv_bytes,
         "weight_bytes_per_step": weight_bytes,

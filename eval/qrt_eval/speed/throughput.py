@@ -137,7 +137,8 @@ def rate(load: Load, run: Feed) -> float:
 def figures(engine: Engine, load: Load, run: Feed) -> dict[str, Any]:
     """Return the figures of one run."""
     total, window = run.total, run.window
-    read = total.steps * linear_bytes(engine.model) + total.kv_tokens * engine.kv_bytes_per_token
+    length = total.kv_tokens / max(1, total.output_tokens)
+    read = total.steps * linear_bytes(engine.model) + total.output_tokens * engine.kv_bytes_read(length)
     found: dict[str, Any] = {
         "elapsed_time": total.seconds,
         "num_requests": len(load.requests),

@@ -88,7 +88,7 @@ def running_at_once(engine: Engine, input_len: float, output_len: float) -> int:
     tokens that a step has left for replacing requests that end.
     """
     limits = engine.scheduler.limits
-    fit = FULL * engine.pool.num_slots / (input_len + output_len / 2)
+    fit = FULL * engine.pool.fitting(input_len + output_len / 2)
     fed = limits.max_num_batched_tokens * output_len / (input_len + output_len)
     return max(1, int(min(limits.max_num_seqs, fit, fed)))
 

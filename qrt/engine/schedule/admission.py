@@ -13,7 +13,8 @@ from operator import attrgetter
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from qrt.engine.schedule.request import Request
+from qrt.engine.schedule.request import ALL, Request
+from qrt.mem.windows import WindowSlots, held_slots
 
 Counts = NDArray[np.int64]
 
@@ -29,12 +30,16 @@ class Growing:
     prefill   prompt tokens that must still be computed, of all of them
     """
 
-    def __init__(self, running: Sequence[Request], *, conservative: bool) -> None:
+    def __init__(
+        self, running: Sequence[Request], windows: Sequence[WindowSlots] = (), *, conservative: bool
+    ) -> None:
         """Start with the running requests; `conservative` expects each to reach its maximum length."""
         self._conservative = conservative
+        self._windows = windows
         length, slots = _counts(running, "length"), _counts(running, "seq.length")
         cached = _counts(running, "seq.num_cached")
         left = np.maximum(self._expected(running), slots - length)
+        self._held_in_windows = [_held(pool, length + left) for pool in windows]
         order = np.argsort(left)  # the first to end comes first
         self._held, self._left = (length - cached)[order], left[order]
         self._slots = int((slots - cached).sum())  # includes slots given ahead, so it may exceed `_held`
@@ -50,6 +55,9 @@ class Growing:
         self._left = np.concatenate((self._left[:index], (left,), self._left[index:]))
         self._held = np.concatenate((self._held[:index], (need,), self._held[index:]))
         self._slots += need
+        lengths = np.array([request.length + left])
+        for group, pool in enumerate(self._windows):
+            self._held_in_windows[group] += _held(pool, lengths)
         self._most += need + left
         self.prefill += need
 
@@ -61,6 +69,16 @@ class Growing:
         if (most := self._most + slack * len(self._left) - self._slots) <= plenty:
             return most
         return _peak(self._held[::-1], self._left[::-1], slack) - self._slots
+
+    def fits_windows(self, step_tokens: int) -> bool:
+        """Return whether window groups hold what all requests are expected to keep there at their ends.
+
+        Beside that there must be room for a step of `step_tokens`, or in a small pool an eighth of it.
+        """
+        return all(
+            held + min(step_tokens, pool.capacity // 8) <= pool.capacity
+            for held, pool in zip(self._held_in_windows, self._windows, strict=True)
+        )
 
     def _expected(self, requests: Sequence[Request]) -> Counts:
         """Return how many more tokens each request is expected to generate, int64 [n]."""
@@ -94,6 +112,11 @@ def expected_output(num_output: ArrayLike, most: ArrayLike, *, conservative: Arr
     """Return the expected final output length of each request, at most `most`."""
     longer = np.maximum(EXPECTED_TOKENS, (EXPECTED_GROWTH * np.asarray(num_output)).astype(np.int64))
     return np.where(conservative, most, np.minimum(most, longer))
+
+
+def _held(pool: WindowSlots, lengths: Counts) -> int:
+    """Return the slots of a window group that requests of `lengths` [n] hold together."""
+    return int(np.minimum(lengths, held_slots(pool.window, ALL)).sum())
 
 
 def _counts(requests: Sequence[Request], name: str) -> Counts:

@@ -28,8 +28,28 @@ class Lookahead:
     def start(self, request: Request) -> None:
         """Note that a request got its row, and slots for its tokens; drop older slots of that row."""
         assert request.seq is not None
-        self._placed[request.row] = [Placement(request.row, 0, request.seq.slots.copy())]
-        self._note(request, len(request.seq))
+        row, seq = request.row, request.seq
+        self._placed[row] = [Placement(row, 0, seq.slots.copy())]
+        self._placed[row] += [
+            Placement(row, held.first, held.slots, group)
+            for group, held in enumerate(seq.windows, 1)
+            if len(held.slots)
+        ]
+        self._note(request, len(seq))
+
+    def reach(self, request: Request, start: int, end: int) -> int:
+        """Give a request slots in window groups for the positions [start, end) of a step.
+
+        Returns how far there was room, at most `end`.
+        """
+        if not self._kv.windows:
+            return end
+        assert request.seq is not None
+        reached, given = self._kv.reach(request.seq, start, end)
+        for new in given:
+            placement = Placement(request.row, new.start, new.slots, new.group)
+            self._placed.setdefault(request.row, []).append(placement)
+        return reached
 
     def publish(self, request: Request, ids: Ints) -> None:
         """Share the first tokens of a request with others.
@@ -75,6 +95,8 @@ class Lookahead:
         assert request.seq is not None
         start = len(request.seq)
         end = min(request.length - 1 + tokens, request.max_len)
+        if self.reach(request, request.length - 1, end) < end:
+            return False
         slots = self._kv.extend(request.seq, end - start)
         if slots is None:
             return False

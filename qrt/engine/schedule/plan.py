@@ -110,11 +110,12 @@ class Admission(NamedTuple):
 
 
 class Placement(NamedTuple):
-    """New slots int32 [n] of a request, for positions [start, start + n)."""
+    """New slots int32 [n] of a request, for positions [start, start + n), in a group of layers."""
 
     row: int
     start: int
     slots: Ints
+    group: int = 0
 
 
 class Decode(NamedTuple):

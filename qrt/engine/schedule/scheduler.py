@@ -126,21 +126,23 @@ class Scheduler:
         cached = self.limits.max_cached_tokens
         prefilling: list[tuple[Request, Chunk]] = []
         for request in [r for r in self.running if r.num_computed < r.prefill_len]:
-            if budget > 0 and request.num_computed <= cached:
-                prefilling.append((request, request.chunk(budget)))
-                budget -= len(prefilling[-1][1].tokens)
-                cached -= prefilling[-1][1].start
+            if budget > 0 and request.num_computed <= cached and (chunk := self._chunk(request, budget)):
+                prefilling.append((request, chunk))
+                budget -= len(chunk.tokens)
+                cached -= chunk.start
         admitted = []
         self._growing = None
         if not prefilling and self._rows.wait_for_more(self.waiting):
             budget = 0
         while budget > 0 and (new := self._admit(cached)):
             admitted.append(Admission(new.row, new.sampling, new.prompt, tuple(new.output), new.first_turn))
-            prefilling.append((new, new.chunk(budget)))
-            budget -= len(prefilling[-1][1].tokens)
-            cached -= prefilling[-1][1].start
+            chunk = self._chunk(new, budget)
+            assert chunk is not None, "a request was admitted without room for a token"
+            prefilling.append((new, chunk))
+            budget -= len(chunk.tokens)
+            cached -= chunk.start
         if not decoding and not prefilling:
-            return None
+            return self._make_room_for_first()
         if decoding and prefilling:
             self._fit(len(decoding), prefilling)
         decodes = tuple([request.decode() for request in decoding])
@@ -234,6 +236,23 @@ class Scheduler:
     def _first_turn(self, length: int) -> int:
         return first_turn(length, self.limits.short_context)
 
+    def _chunk(self, request: Request, budget: int) -> Chunk | None:
+        """Return the next tokens of a prefill, at most `budget`; None if window groups have no room."""
+        start = request.num_computed
+        end = self._lookahead.reach(request, start, min(start + budget, request.prefill_len))
+        return request.chunk(end - start) if end > start else None
+
+    def _make_room_for_first(self) -> Plan | None:
+        """Plan a step after nothing could run; pause all requests but the first if they are in its way.
+
+        Only window groups can be full of prompts that are not yet computed.
+        """
+        if not self.kv.windows or self._planned or len(self.running) < 2:
+            return None
+        for request in self.running[:0:-1]:
+            self._pause(request)
+        return self.plan()
+
     def _move_on(self, decoding: list[Request], prefilling: list[tuple[Request, Chunk]]) -> None:
         """Advance the requests by what the planned step will do."""
         for request in decoding:
@@ -293,7 +312,9 @@ class Scheduler:
         if cached > room or reuse and self._unpublished.shares(request, ids, cached):
             return None
         spare = self._spare(request, len(ids), cached) if self.running else 0
-        seq = self.kv.start(ids, reuse=reuse, spare=spare, salt=request.salt)
+        seq = None
+        if self._windows_fit(cached):
+            seq = self.kv.start(ids, reuse=reuse, spare=spare, salt=request.salt)
         if seq is None:
             self._refused, self._patience = request, PATIENCE
             return None
@@ -316,11 +337,20 @@ class Scheduler:
         `cached` of its `num_tokens` tokens are cached. The request joins this plan's estimate.
         """
         if self._growing is None:
-            self._growing = Growing(self.running, conservative=self._conservative)
+            self._growing = Growing(self.running, self.kv.windows, conservative=self._conservative)
         self._growing.add(request, num_tokens - cached)
         budget = max(1, self.limits.max_num_batched_tokens - len(self.running))
         slack = lookahead.GROW_TOKENS + self._growing.prefill // budget
         return self._growing.spare(slack, self.kv.available - num_tokens)
+
+    def _windows_fit(self, cached: int) -> bool:
+        """Return whether window groups have room for the request that joined the estimate last.
+
+        It needs one slot at once, beside those of its `cached` tokens that it attends.
+        """
+        room = all(pool.available > min(cached, pool.window) for pool in self.kv.windows)
+        step = self.limits.max_num_batched_tokens
+        return room and (self._growing is None or self._growing.fits_windows(step))
 
     def _fit(self, decodes: int, prefilling: list[tuple[Request, Chunk]]) -> None:
         """Shorten the last chunk if the step is nearer to the padded size below than to the one above.

@@ -78,8 +78,10 @@ def build(
         own = {name: sent[f"chunk {name}"] for name in ("rows", "query_start", "cached_start", "tiles")}
         prefill = PrefillMeta(**own, num_cached=chunks.num_cached, attend_cache=attend_cache)
     at, held = _join(positions), _join(rows)
-    slots, turns = table.slots(held, at), table.turns(held, at)
-    step = StepMeta(_join(tokens), at, slots, table.slot_table, decode, prefill, turns=turns)
+    slots, turns, windowed = table.slots(held, at), table.turns(held, at), table.windows(held, at)
+    step = StepMeta(
+        _join(tokens), at, slots, table.slot_table, decode, prefill, turns=turns, windows=windowed
+    )
     targets = {c.request_id: sent[f"targets {c.request_id}"] for c in plan.chunks if c.scoring}
     return Batch(step, SampleBatch.of(plan, sent), targets)
 

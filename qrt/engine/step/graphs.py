@@ -173,7 +173,11 @@ class TokenSteps:
     def _distinct_layers(self) -> int:
         """Return how many of the first layers hold every kind of layer and every pair of neighbours."""
         kinds = [
-            (self._kv.layer(i).format, *(linear.scheme for linear in layer.linears()))
+            (
+                self._kv.layer(i).format,
+                layer.attention.scores.window,
+                *(linear.scheme for linear in layer.linears()),
+            )
             for i, layer in enumerate(self._model.layers)
         ]
         pairs = list(pairwise([*kinds, None]))

@@ -13,7 +13,7 @@ from qrt.engine.schedule.plan import Plan
 from qrt.engine.step.batch import FROM_TABLE, chunks_of, tokens_of
 from qrt.engine.step.table import RequestTable
 from qrt.kernels.prefill_attention.tiles import FIELDS
-from qrt.kernels.step import DecodeMeta, PrefillMeta, StepMeta
+from qrt.kernels.step import DecodeMeta, Places, PrefillMeta, StepMeta
 from qrt.kernels.token_inputs import token_inputs
 from qrt.mem.storage import KVStorage
 from qrt.model.decoder import Decoder
@@ -81,7 +81,8 @@ class PaddedInputs:
     def decodes(self, size: int) -> StepMeta:
         """Return a step of `size` decodes."""
         ids, positions, slots, turns, decode = self._described(size, size)
-        return StepMeta(ids, positions, slots, self._table.slot_table, decode, None, turns=turns)
+        own = ids, positions, slots, self._table.slot_table, decode, None, None
+        return StepMeta(*own, turns, self._windows_of(size, positions))
 
     def chunks(self, size: int, decodes: int, attended: Tensor) -> StepMeta:
         """Return a step of `size` tokens: the first `decodes` may decode, the rest belong to chunks.
@@ -92,7 +93,12 @@ class PaddedInputs:
         self._table.length.index_copy_(0, chunks["rows"].long(), chunks.pop("ends"))
         ids, positions, slots, turns, decode = self._described(size, decodes)
         prefill = PrefillMeta(**chunks, num_cached=self._num_cached, attend_cache=self._attend_cache)
-        return StepMeta(ids, positions, slots, self._table.slot_table, decode, prefill, attended, turns)
+        own = ids, positions, slots, self._table.slot_table, decode, prefill, attended
+        return StepMeta(*own, turns, self._windows_of(size, positions))
+
+    def _windows_of(self, size: int, positions: Tensor) -> list[Places]:
+        """Return where layers of window groups find K and V of the tokens, which are at `positions`."""
+        return self._table.windows(self._tokens(size)[0], positions)
 
     def _described(
         self, size: int, decodes: int

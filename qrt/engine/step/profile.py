@@ -15,6 +15,7 @@ from qrt.engine.step.graphs import TokenSteps
 from qrt.engine.step.runner import SCORED_ROWS, Runner
 from qrt.engine.step.table import RequestTable
 from qrt.mem.storage import KVStorage
+from qrt.mem.windows import LayerGroups
 from qrt.model.decoder import Decoder
 from qrt.quant.kv.base import KVFormat
 
@@ -26,6 +27,7 @@ def peak_step_bytes(
     smoothing: Sequence[Tensor] | None,
     rows: Sequence[int],
     tokens: Sequence[int],
+    groups: LayerGroups,
 ) -> int:
     """Return the bytes of GPU memory that steps take besides weights and K/V.
 
@@ -35,20 +37,21 @@ def peak_step_bytes(
     """
     from qrt.kernels.launch import compiling  # imports Triton, which is installed only with GPUs
 
-    config, slots = model.arch, limits.max_num_batched_tokens
+    config, slots = model.arch, [limits.max_num_batched_tokens] * len(groups.windows)
     heads, dim = config.num_kv_heads, config.head_dim
-    kv = KVStorage(formats, slots, heads, dim, model.dtype, model.device, smoothing)
+    shape = slots, heads, dim, model.dtype, model.device
+    kv = KVStorage(formats, *shape, smoothing, groups=groups.of_layer)
     torch.cuda.reset_peak_memory_stats(model.device)
     before = torch.cuda.memory_allocated(model.device)
     table = RequestTable(
         limits.max_num_seqs,
         limits.max_model_len,
-        kv.pad_slot,
+        kv.slots,
         model.device,
         short_context=limits.short_context,
     )
     adjustments = Adjustments(config.vocab_size, (), model.device)
-    runner, plan = Runner(model, kv, table, adjustments), largest_plan(limits)
+    runner, plan = Runner(model, kv, table, adjustments), largest_plan(limits, len(slots))
     with compiling():
         runner.launch(plan).result()
     runner.launch(plan).result()
@@ -63,10 +66,10 @@ def peak_step_bytes(
     return largest + torch.cuda.max_memory_allocated(model.device) - before
 
 
-def largest_plan(limits: Limits) -> Plan:
+def largest_plan(limits: Limits, groups: int = 1) -> Plan:
     """Return the step with the most tokens and requests that the limits allow, and the costliest sampling.
 
-    The first request is also scored. The slots are 0, 1, 2, ...
+    The first request is also scored. The slots are 0, 1, 2, ... in each of the `groups` of layers.
     """
     tokens = limits.max_num_batched_tokens
     requests = min(limits.max_num_seqs, tokens)
@@ -79,7 +82,8 @@ def largest_plan(limits: Limits) -> Plan:
         size = min(limits.max_model_len, tokens - done - (requests - row - 1))
         ids = np.zeros(size, np.int32)
         scoring = Scoring(0, ids[:SCORED_ROWS], 1) if row == 0 else None
-        placed.append(Placement(row, 0, np.arange(done, done + size, dtype=np.int32)))
+        slots = np.arange(done, done + size, dtype=np.int32)
+        placed += [Placement(row, 0, slots, group) for group in range(groups)]
         chunks.append(Chunk(str(row), row, 0, ids, True, sampling, (), scoring))
         done += size
     admitted = tuple(Admission(chunk.row, sampling, chunk.tokens) for chunk in chunks)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from qrt.engine.schedule.plan import Admission, Placement
 from qrt.engine.step.transfer import to_device
+from qrt.kernels.step import Places
 from qrt.kernels.token_inputs import advance
 
 ROW_MULTIPLE = 64  # rows of the slot table start at multiples of 256 bytes, for wide loads in Triton
@@ -31,7 +32,9 @@ class RequestTable:
     top_p         [R] fp32
     seed          [R] int64
     min_p         [R] fp32    0: off
-    slot_table    [R, Lmax] int32   slot of each position; stale beyond a request's length
+    slot_tables   [N, R, Lmax] int32   slot of each position in each group of layers; stale beyond a request's
+                  length, and before its window
+    slot_table    [R, Lmax] int32   that of the first group
     first_turn    [R] int32   row of the RoPE tables for its position 0; None: all turn by their position
     """
 
@@ -39,11 +42,12 @@ class RequestTable:
         self,
         max_num_seqs: int,
         max_model_len: int,
-        pad_slot: int,
+        pad_slots: int | Sequence[int],
         device: torch.device,
         *,
         short_context: int = 0,
     ) -> None:
+        """Make an empty table; `pad_slots` are those of each group of layers, a number if there is one."""
         rows = max_num_seqs + 1
         width = -(-max_model_len // ROW_MULTIPLE) * ROW_MULTIPLE
         self.device = device
@@ -56,7 +60,11 @@ class RequestTable:
         self.min_p = torch.zeros(rows, dtype=torch.float32, device=device)
         self.seed = torch.zeros(rows, dtype=torch.int64, device=device)
         self.first_turn = torch.zeros_like(self.length) if short_context else None
-        self.slot_table = torch.full((rows, width), pad_slot, dtype=torch.int32, device=device)
+        pads = [pad_slots] if isinstance(pad_slots, int) else pad_slots
+        self.slot_tables = torch.empty(len(pads), rows, width, dtype=torch.int32, device=device)
+        for table, pad in zip(self.slot_tables, pads, strict=True):
+            table.fill_(pad)
+        self.slot_table = self.slot_tables[0]
 
     def admit(self, admitted: Sequence[Admission]) -> None:
         """Write the sampling parameters of requests that have just got a row, and how they turn."""
@@ -77,19 +85,30 @@ class RequestTable:
 
     def write_slots(self, placed: Sequence[Placement]) -> None:
         """Write new slots of requests."""
-        width = self.slot_table.shape[1]
-        indices = [np.arange(new.start, new.start + len(new.slots)) + new.row * width for new in placed]
+        _, rows, width = self.slot_tables.shape
+        indices = [
+            np.arange(new.start, new.start + len(new.slots)) + (new.group * rows + new.row) * width
+            for new in placed
+        ]
         slots = np.concatenate([new.slots for new in placed])
         sent = to_device({"indices": np.concatenate(indices), "slots": slots}, self.device)
-        self.slot_table.view(-1).index_copy_(0, sent["indices"], sent["slots"])
+        self.slot_tables.view(-1).index_copy_(0, sent["indices"], sent["slots"])
 
     def slots(self, rows: Tensor, positions: Tensor) -> Tensor:
-        """Return the slots int32 [n] of `positions` [n] in `rows` [n]."""
+        """Return the slots int32 [n] of `positions` [n] in `rows` [n] in the first group of layers."""
         return self.slot_table.view(-1)[rows.long() * self.slot_table.shape[1] + positions]
 
     def turns(self, rows: Tensor, positions: Tensor) -> Tensor | None:
         """Return `StepMeta.turns` of tokens at `positions` [T] in `rows` [T]."""
         return None if self.first_turn is None else positions + self.first_turn[rows.long()]
+
+    def windows(self, rows: Tensor, positions: Tensor) -> list[Places]:
+        """Return where layers of window groups find K and V of `positions` [n] in `rows` [n]."""
+        tables = self.slot_tables[1:].unbind()
+        if not tables:
+            return []
+        index = rows.long() * self.slot_table.shape[1] + positions
+        return [Places(table.view(-1)[index], table) for table in tables]
 
     def advance(self, rows: Tensor, tokens: Tensor, drawn: Tensor | None = None) -> None:
         """Store the sampled `tokens` int64 [n] of `rows` int64 [n]; `drawn` int32 [n] is 0 for padding."""

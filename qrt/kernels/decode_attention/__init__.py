@@ -5,7 +5,8 @@ decode_attention(q, kv, slot_table, rows, kv_lens, parts, out, format, scale, ne
 
 q            [B, Hq, D] in the basis of the cache; heads contiguous, any token stride
 kv           the layer's buffers, in the order of `KVFormat.buffers`
-slot_table   int32 [R, L]: row r, column p holds the slot of position p of the request in row r
+slot_table   int32 [R, L]: row r, column p holds the slot of position p of the request in row r; positions
+             before the window need not have one
 rows         int32 [B]: each request's row of the table
 kv_lens      int32 [B]: tokens to attend; 0 writes zeros, -1 writes nothing
 parts        int32 [P, 8]: how the tokens are cut into parts (`plan`)

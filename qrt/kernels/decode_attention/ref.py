@@ -47,12 +47,13 @@ def _attend(
     """Return fp32 [B, Hq, D]: q [B, Hq, D] attends the first kv_lens [B] of slots [B, L]."""
     fmt = KV_FORMATS[format]
     B, L = slots.shape
-    live = torch.arange(L, device=q.device) < kv_lens[:, None]
-    own = slots[:, :1].where(live[:, :1], 0)
-    slots = slots.where(live, own)  # entries past the end need not be slots
+    distance = kv_lens[:, None] - 1 - torch.arange(L, device=q.device)
+    live = (distance >= 0) & (distance < (rule.window or L))
+    own = slots.gather(1, (kv_lens.long() - 1).clamp(min=0)[:, None])[:, :L] if L else slots
+    # entries past the end need not be slots, nor those before the window
+    slots = slots.where(live, own.where(kv_lens[:, None] > 0, 0))
     k, v = (x.unflatten(0, (B, L)).transpose(1, 2) for x in fmt.decode_ref(kv, slots.flatten()))
     queries = q.float().unflatten(1, (k.shape[1], -1))  # [B, Hkv, G, D]
-    distance = kv_lens[:, None] - 1 - torch.arange(L, device=q.device)
     slopes = None if rule.slopes is None else rule.slopes.view(k.shape[1], -1, 1)
     scores = queries @ k.mT * rule.scale
     scores = weigh(scores, distance[:, None, None], rule.window, rule.softcap, slopes)

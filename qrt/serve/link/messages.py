@@ -71,6 +71,8 @@ class EngineInfo(Message):
 
     sampling         the fields of the checkpoint's default SamplingParams that differ from qrt's
     max_new_tokens   the checkpoint's: the default of max_tokens, and its maximum
+    concurrency      requests of `max_model_len` tokens that fit into the KV pool
+    kv_windows       what layers with windows keep, for the line at start
     """
 
     model: str
@@ -82,6 +84,8 @@ class EngineInfo(Message):
     kv_bytes_per_token: int
     pool_tokens: int
     pool_bytes: int
+    concurrency: float
+    kv_windows: str
     max_model_len: int
     max_num_seqs: int
     max_num_queued_reqs: int | None

@@ -203,7 +203,7 @@ class EngineMetrics(Collector):
             "kv_used_tokens": used,
             "kv_cached_tokens": kv.evictable_slots,
             "kv_pool_tokens": self._info.pool_tokens,
-            "kv_usage": used / self._info.pool_tokens,
+            "kv_usage": kv.usage,
             "prefix_hit_tokens": kv.hit_tokens,
             "prefix_query_tokens": kv.query_tokens,
             "prompt_tokens": self._num_prompt,

@@ -229,6 +229,8 @@ def engine_info(engine: Engine) -> EngineInfo:
         kv_bytes_per_token=engine.kv_bytes_per_token,
         pool_tokens=engine.pool.num_slots,
         pool_bytes=engine.pool.num_bytes,
+        concurrency=engine.pool.concurrency,
+        kv_windows=engine.pool.about_windows,
         max_model_len=engine.max_model_len,
         max_num_seqs=engine.scheduler.limits.max_num_seqs,
         max_num_queued_reqs=engine.config.max_num_queued_reqs,

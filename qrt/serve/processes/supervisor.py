@@ -268,7 +268,7 @@ def start_up_lines(info: EngineInfo) -> list[str]:
         f"activations {info.dtype} on {info.device}",
         f"KV cache: {info.kv}, {info.kv_bytes_per_token:,} bytes per token, {info.pool_bytes / GIB:.2f} GiB",
         f"KV pool: {info.pool_tokens:,} tokens; maximum concurrency for {info.max_model_len:,} tokens per "
-        f"request: {info.pool_tokens / info.max_model_len:.2f}x, at most {info.max_num_seqs} requests",
+        f"request: {info.concurrency:.2f}x, at most {info.max_num_seqs} requests{info.kv_windows}",
     ]
 
 

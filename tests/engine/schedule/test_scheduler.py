@@ -138,7 +138,7 @@ def test_most_steps_of_decodes_place_no_slots(requests):
         plan, _ = step(scheduler)
         assert len(plan.decodes) == requests and not plan.chunks
         assert len(plan.placed) <= lookahead.GROWN_AT_ONCE
-        for row, start, slots in plan.placed:
+        for row, start, slots, _ in plan.placed:
             assert start == held[row]
             held[row] += len(slots)
         placing += bool(plan.placed)

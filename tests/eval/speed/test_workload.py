@@ -9,6 +9,7 @@ from qrt.engine.schedule.limits import Limits
 from qrt.engine.schedule.plan import StepResult
 from qrt.engine.schedule.scheduler import Scheduler
 from qrt.mem.manager import KVManager
+from qrt.mem.sizing import PoolSize
 from qrt_eval.inputs.lengths import Fixed
 from qrt_eval.speed import feed
 from qrt_eval.speed.workload import FULL, Load, begun, running_at_once, warmup
@@ -16,7 +17,7 @@ from qrt_eval.speed.workload import FULL, Load, begun, running_at_once, warmup
 
 def engine(seqs=10**6, slots=10**9, tokens=10**9):
     limits = SimpleNamespace(max_num_seqs=seqs, max_num_batched_tokens=tokens)
-    return SimpleNamespace(scheduler=SimpleNamespace(limits=limits), pool=SimpleNamespace(num_slots=slots))
+    return SimpleNamespace(scheduler=SimpleNamespace(limits=limits), pool=PoolSize(slots, 0, "fp16", 4096))
 
 
 def test_running_requests_are_limited():
@@ -61,7 +62,7 @@ class Simulated:
         limits = Limits(longest, seqs, tokens)
         self.scheduler = Scheduler(KVManager(slots, prefix_caching=False), limits, (), 0)
         self.model = SimpleNamespace(device=SimpleNamespace(type="cpu"))
-        self.pool = SimpleNamespace(num_slots=slots)
+        self.pool = PoolSize(slots, 0, "fp16", longest)
         self.seconds, self.contexts = 0.0, {}
 
     @property
