@@ -17,9 +17,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from qrt.arch import Arch
 from qrt.errors import CheckpointError
 from qrt.quant.checkpoint import Checkpoint
+from qrt_calibrate.model.around import Around, around
 from qrt_calibrate.model.experts import spell_out
 from qrt_calibrate.model.head import HEAD_ROWS, AnyHead, Finish, PlainHead, unit_rows
-from qrt_calibrate.model.reference import Around, Norm, ReferenceLayer, around
+from qrt_calibrate.model.norms import Norm
+from qrt_calibrate.model.reference import ReferenceLayer
 
 BATCH_TOKENS = 4096  # tokens a layer takes at a time: bounds the activations inside it
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from os.path import commonprefix
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -16,102 +16,9 @@ from torch.nn import functional as F
 
 from qrt.arch import Arch
 from qrt.layers.activations import ACTIVATIONS, XIELU
-from qrt.layers.rope import RopeTables, rope_tables, turn
 from qrt.model.stacks import Stack, head_channels, stacks
-
-META = torch.device("meta")  # parameters have no memory until they are loaded
-
-
-class Around(NamedTuple):
-    """What a layer reads beside hidden states [B, T, H].
-
-    positions   int64 [T]
-    rope        tables of these positions, or None: nothing turns
-    mask        which tokens a query attends, bool [T, T], or what is added to its scores, fp32 [Hq, T, T];
-                None: those up to itself
-    q_scale     fp32 [T], what q is multiplied by, or None
-    """
-
-    positions: Tensor
-    rope: RopeTables | None
-    mask: Tensor | None
-    q_scale: Tensor | None
-
-
-def around(arch: Arch, seqlen: int, device: torch.device) -> list[Around]:
-    """Return what each layer reads for windows of `seqlen` tokens; layers of a kind share it."""
-    positions = torch.arange(seqlen, device=device)
-    q_scale = None
-    if arch.q_scale is not None:
-        q_scale = 1 + arch.q_scale.strength * torch.log1p(positions // arch.q_scale.length)
-    ropes = {
-        key: rope_tables(rope.of_length(seqlen), arch.head_dim, seqlen, device)
-        for key, rope in arch.ropes.items()
-    }
-    masks = {window: _mask(arch, window, positions) for window in arch.windows}
-    return [
-        Around(positions, None if layer.rope is None else ropes[layer.rope], masks[arch.window(i)], q_scale)
-        for i, layer in enumerate(arch.layers)
-    ]
-
-
-def _mask(arch: Arch, window: int, positions: Tensor) -> Tensor | None:
-    behind = positions[:, None] - positions  # how far each query is behind each token
-    if not arch.alibi:
-        return (behind >= 0) & (behind < window) if 0 < window < len(positions) else None
-    seen = (behind >= 0) & ((behind < window) if window else True)
-    slopes = torch.tensor(arch.alibi, device=positions.device)
-    return (-behind * slopes[:, None, None]).masked_fill(~seen, float("-inf"))
-
-
-class Norm(nn.Module):
-    """A norm over the last dimension, of weight `shape`; `channels` reorder its weight as it is used."""
-
-    channels: Tensor | None
-
-    def __init__(self, arch: Arch, *shape: int, bias: bool = False, channels: Tensor | None = None) -> None:
-        super().__init__()
-        self._spec = arch.norm
-        held = arch.norm.kind != "unit"
-        self.weight = nn.Parameter(torch.empty(shape, device=META)) if held else None
-        self.bias = nn.Parameter(torch.empty(shape, device=META)) if held and bias else None
-        self.register_buffer("channels", channels, persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., K] -> the same shape."""
-        spec = self._spec
-        if spec.kind == "rms":
-            x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + spec.eps)
-        else:
-            x = F.layer_norm(x, x.shape[-1:], eps=spec.eps)
-        if self.weight is None:
-            return x
-        x = x * self._placed(self.weight + spec.plus if spec.plus else self.weight)
-        return x if self.bias is None else x + self._placed(self.bias)
-
-    def _placed(self, own: Tensor) -> Tensor:
-        return own if self.channels is None else own[..., self.channels]
-
-
-class _EachNorm(nn.Module):
-    """Norms of one head each, in modules of their own."""
-
-    def __init__(self, norms: Sequence[Norm]) -> None:
-        super().__init__()
-        self.norms = nn.ModuleList(norms)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [B, T, heads, D] -> the same shape."""
-        parts = zip(self.norms, x.unbind(-2), strict=True)
-        return torch.stack([norm(part) for norm, part in parts], -2)
-
-
-class _WholeNorm(Norm):
-    """One norm over all heads of a token."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [B, T, heads, D] -> the same shape."""
-        return super().forward(x.flatten(-2)).view(x.shape)
+from qrt_calibrate.model.around import Around, turned
+from qrt_calibrate.model.norms import META, Norm, head_norm
 
 
 class _Block(nn.Module):
@@ -148,7 +55,7 @@ class Attention(_Block):
         names = (arch.names.q_norm, arch.names.k_norm) if arch.qk_norm else ()
         for name, heads in zip(names, (arch.num_heads, arch.num_kv_heads), strict=False):
             self._norms.append(f"{layer}{name}".removeprefix(prefix))
-            nest(self, self._norms[-1], _head_norm(arch, heads, f"{name}.bias" in stored, channels))
+            nest(self, self._norms[-1], head_norm(arch, heads, f"{name}.bias" in stored, channels))
 
     def forward(self, x: Tensor, at: Around) -> Tensor:
         """x [B, T, H] -> [B, T, H]."""
@@ -185,26 +92,6 @@ class Attention(_Block):
             hidden = scores.masked_fill(~mask, float("-inf")) if mask.dtype is torch.bool else scores + mask
             out = hidden.softmax(-1) @ v
         return out.transpose(1, 2).flatten(2)
-
-
-def turned(x: Tensor, at: Around) -> Tensor:
-    """Return x [B, T, heads, D] turned by its positions."""
-    return x if at.rope is None else turn(x, at.rope, at.positions)
-
-
-def _head_norm(arch: Arch, heads: int, bias: bool, channels: Tensor | None) -> nn.Module:
-    """Return the norm over `heads` heads of q or k."""
-    dim = arch.head_dim
-    match arch.qk_norm:
-        case "modules":
-            return _EachNorm([Norm(arch, dim, channels=channels) for _ in range(heads)])
-        case "each":
-            return Norm(arch, heads, dim, bias=bias, channels=channels)
-        case "whole":
-            if channels is not None:
-                channels = (torch.arange(heads, device=channels.device)[:, None] * dim + channels).flatten()
-            return _WholeNorm(arch, heads * dim, bias=bias, channels=channels)
-    return Norm(arch, dim, bias=bias, channels=channels)
 
 
 class _XIELU(nn.Module):

@@ -1,0 +1,58 @@
+"""What a layer reads beside hidden states: positions, rotary tables, masks; equal for all windows."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from qrt.arch import Arch
+from qrt.layers.rope import RopeTables, rope_tables, turn
+
+
+class Around(NamedTuple):
+    """What a layer reads beside hidden states [B, T, H].
+
+    positions   int64 [T]
+    rope        tables of these positions, or None: nothing turns
+    mask        which tokens a query attends, bool [T, T], or what is added to its scores, fp32 [Hq, T, T];
+                None: those up to itself
+    q_scale     fp32 [T], what q is multiplied by, or None
+    """
+
+    positions: Tensor
+    rope: RopeTables | None
+    mask: Tensor | None
+    q_scale: Tensor | None
+
+
+def around(arch: Arch, seqlen: int, device: torch.device) -> list[Around]:
+    """Return what each layer reads for windows of `seqlen` tokens; layers of a kind share it."""
+    positions = torch.arange(seqlen, device=device)
+    q_scale = None
+    if arch.q_scale is not None:
+        q_scale = 1 + arch.q_scale.strength * torch.log1p(positions // arch.q_scale.length)
+    ropes = {
+        key: rope_tables(rope.of_length(seqlen), arch.head_dim, seqlen, device)
+        for key, rope in arch.ropes.items()
+    }
+    masks = {window: _mask(arch, window, positions) for window in arch.windows}
+    return [
+        Around(positions, None if layer.rope is None else ropes[layer.rope], masks[arch.window(i)], q_scale)
+        for i, layer in enumerate(arch.layers)
+    ]
+
+
+def _mask(arch: Arch, window: int, positions: Tensor) -> Tensor | None:
+    behind = positions[:, None] - positions  # how far each query is behind each token
+    if not arch.alibi:
+        return (behind >= 0) & (behind < window) if 0 < window < len(positions) else None
+    seen = (behind >= 0) & ((behind < window) if window else True)
+    slopes = torch.tensor(arch.alibi, device=positions.device)
+    return (-behind * slopes[:, None, None]).masked_fill(~seen, float("-inf"))
+
+
+def turned(x: Tensor, at: Around) -> Tensor:
+    """Return x [B, T, heads, D] turned by its positions."""
+    return x if at.rope is None else turn(x, at.rope, at.positions)
