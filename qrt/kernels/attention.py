@@ -42,6 +42,7 @@ def attend_decodes(q: Tensor, step: StepMeta, kv: KVLayer, out: Tensor, scores: 
             scores.window,
             scores.softcap,
             scores.slopes,
+            scores.sinks,
         )
 
 
@@ -68,6 +69,7 @@ def attend_chunks(
             scores.window,
             scores.softcap,
             scores.slopes,
+            scores.sinks,
         )
 
 
@@ -104,5 +106,6 @@ def append(
         scores.window,
         scores.softcap,
         scores.slopes,
+        scores.sinks,
         step.turns,
     )

@@ -199,6 +199,23 @@ def capped(scores, softcap):
 
 
 @triton.jit
+def in_base_2(scores):
+    """Return scores of a softmax as exponents of 2."""
+    return scores * 1.4426950408889634
+
+
+@triton.jit
+def with_sink(sink, m, sums):
+    """Add a score without a value, in base 2, to a softmax of maximum m and sum `sums` of 2^(score - m).
+
+    Returns the new maximum, what the sum of values must be multiplied by, and the new sum. -inf adds nothing.
+    """
+    highest = tl.maximum(m, sink)
+    kept = tl.exp2(m - highest)
+    return highest, kept, sums * kept + tl.exp2(sink - highest)
+
+
+@triton.jit
 def online_softmax(query, tile, visible, m, l, acc, FMT: tl.constexpr, softcap=None, bias=None):
     """Attend the tokens of one tile, `visible` [N], with M heads, and return the new m, l and acc.
 

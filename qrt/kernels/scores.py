@@ -20,6 +20,7 @@ class Scores:
     plan       the index of `window` in `DecodeMeta.parts`
     softcap    c of c * tanh(score / c), on scaled scores; 0: none
     slopes     fp32 [Hq]: what each head's scores lose for each token of distance (ALiBi), or None
+    sinks      fp32 [Hq]: a score of each head that joins the softmax and has no value (gpt-oss), or None
     """
 
     scale: float
@@ -27,11 +28,25 @@ class Scores:
     plan: int = 0
     softcap: float = 0.0
     slopes: Tensor | None = None
+    sinks: Tensor | None = None
 
     @property
     def plain(self) -> bool:
         """Whether all tokens are weighed by the scale alone."""
-        return not self.window and not self.softcap and self.slopes is None
+        return not self.window and not self.softcap and self.slopes is None and self.sinks is None
+
+    @property
+    def relative(self) -> bool:
+        """Whether nothing changes if all scores of a query move by the same amount."""
+        return not self.softcap and self.sinks is None
+
+
+def softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Return the weights of scores [..., L] among themselves and the sink, of a shape that fits [...]."""
+    if sinks is None:
+        return torch.softmax(scores, -1)
+    sink = sinks.expand(scores.shape[:-1])[..., None]
+    return torch.softmax(torch.cat((scores, sink), -1), -1)[..., :-1]
 
 
 def weigh(scores: Tensor, distance: Tensor, window: int, softcap: float, slopes: Tensor | None) -> Tensor:

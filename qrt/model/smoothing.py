@@ -42,7 +42,7 @@ def fit_smoothing(model: Decoder, formats: Sequence[KVFormat]) -> list[Tensor]:
         q, k, _ = attention.heads(attention.qkv(read), step)
         first = turn(k[:1].float(), rope, step.positions[:1])[0]
         table = settle(fit(q, k, *rope, short_context=arch.short_context), first, formats[i])
-        if attention.scores.softcap:  # a cap sees what a softmax does not: that all scores of a query move
+        if not attention.scores.relative:  # a cap or a sink sees that all scores of a query move
             table[2] = 0
         tables.append(table)
         if not tables[-1].isfinite().all():

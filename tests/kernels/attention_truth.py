@@ -59,7 +59,7 @@ def _turn(name: str, x: Tensor, matrix: Tensor) -> Tensor:
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, scale: float, window: int = 0, softcap: float = 0.0,
-    slopes: Tensor | None = None,
+    slopes: Tensor | None = None, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """q [n, Hq, D], the last n of the positions of k, v [L, Hkv, D], causally -> [n, Hq, D] fp64."""
     n, group = len(q), q.shape[1] // k.shape[1]
@@ -75,7 +75,11 @@ def attend(
             torch.arange(len(k), device=q.device) - torch.arange(len(k) - n, len(k), device=q.device)[:, None]
         )
         scores = scores + slopes.double()[:, None, None] * ahead
-    return torch.einsum("hqk,khd->qhd", torch.softmax(scores.masked_fill(hidden, -torch.inf), -1), v)
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if sinks is not None:  # a key of that score whose value is 0
+        scores = torch.cat((scores, sinks.double()[:, None, None].expand(-1, n, 1)), -1)
+        v = torch.cat((v, torch.zeros_like(v[:1])))
+    return torch.einsum("hqk,khd->qhd", torch.softmax(scores, -1), v)
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Windows, caps and ALiBi in the attention kernels, against their definitions in fp64."""
+"""Windows, caps, ALiBi and sinks in the attention kernels, against their definitions in fp64."""
 
 import pytest
 import torch
@@ -15,34 +15,37 @@ from qrt.quant.kv import KV_FORMATS
 DTYPE = torch.bfloat16 if COMPILED else torch.float16
 FORMATS = pytest.mark.parametrize("name", KV_FORMATS)
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.03125])
+SINKS = torch.tensor([1.5, -3.0, 200.0, 0.0])  # 2^(200 * 1.44) is beyond fp32
 RULES = pytest.mark.parametrize(
-    "window, softcap, alibi",
+    "window, softcap, alibi, sinks",
     [
-        (1, 0, False),
-        (17, 0, False),
-        (64, 3.0, False),
-        (129, 0, True),
-        (0, 2.5, False),
-        (0, 0, True),
-        (500, 4.0, True),
+        (1, 0, False, False),
+        (17, 0, False, False),
+        (64, 3.0, False, False),
+        (129, 0, True, False),
+        (0, 2.5, False, False),
+        (0, 0, True, False),
+        (0, 0, False, True),
+        (128, 0, False, True),
+        (500, 4.0, True, True),
     ],
-    ids=["itself", "window", "window-cap", "window-alibi", "cap", "alibi", "all"],
+    ids=["itself", "window", "window-cap", "window-alibi", "cap", "alibi", "sinks", "window-sinks", "all"],
 )
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
-def rule_of(window, softcap, alibi, device):
-    return window, float(softcap), SLOPES.to(device) if alibi else None
+def rule_of(window, softcap, alibi, sinks, device):
+    return window, float(softcap), SLOPES.to(device) if alibi else None, SINKS.to(device) if sinks else None
 
 
-@pytest.mark.ptx(name=["int8"], window=[64, 500], attention=[decode])
+@pytest.mark.ptx(name=["int8"], window=[64, 128, 500], attention=[decode])
 @RULES
 @FORMATS
 @pytest.mark.parametrize("attention", [decode_ref, decode], ids=["ref", "triton"])
-def test_decode(device, attention, name, window, softcap, alibi):
+def test_decode(device, attention, name, window, softcap, alibi, sinks):
     lens = [1, 16, 130, 333]
     held, q = cache(name, lens, 2, 64, DTYPE, device), queries(4, 4, 64, DTYPE, device, name)
-    rule = rule_of(window, softcap, alibi, device)
+    rule = rule_of(window, softcap, alibi, sinks, device)
     parts = plan_parts(held.rows, held.kv_lens, 2, 8, window)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     where = held.slot_table, held.rows, held.kv_lens, parts, out
@@ -53,14 +56,14 @@ def test_decode(device, attention, name, window, softcap, alibi):
 
 @RULES
 @pytest.mark.parametrize("name", [name for name in KV_FORMATS if KV_FORMATS[name].appends])
-def test_append(device, name, window, softcap, alibi):
+def test_append(device, name, window, softcap, alibi, sinks):
     """Each request's newest token is stored and attended with the others."""
     lens = [2, 60, 200]
     held = cache(name, lens, 2, 64, DTYPE, device)
     q, k, v = torch.randn(3, 3, 4, 64, generator=torch.Generator().manual_seed(1)).to(device, DTYPE)
     k, v = k[:, :2], v[:, :2]
     still = torch.zeros(max(lens), 32, device=device)
-    rule = rule_of(window, softcap, alibi, device)
+    rule = rule_of(window, softcap, alibi, sinks, device)
     parts = plan_parts(held.rows, held.kv_lens, 2, 8, window)
     out = torch.empty(3, 4, 64, dtype=DTYPE, device=device)
     where = held.slot_table, held.rows, held.kv_lens, parts
@@ -72,15 +75,15 @@ def test_append(device, name, window, softcap, alibi):
     assert error(out, torch.cat(want)) < max(bound(name, DTYPE), 4e-3)
 
 
-@pytest.mark.ptx(name=["int8"], window=[64, 500], attention=[prefill], attend_cache=[False])
+@pytest.mark.ptx(name=["int8"], window=[64, 128, 500], attention=[prefill], attend_cache=[False])
 @RULES
 @pytest.mark.parametrize("attend_cache", [False, True], ids=["raw", "cached"])
 @pytest.mark.parametrize("name", ["fp16", "int8", "int4"])
 @pytest.mark.parametrize("attention", [prefill_ref, prefill], ids=["ref", "triton"])
-def test_prefill(device, attention, name, attend_cache, window, softcap, alibi):
+def test_prefill(device, attention, name, attend_cache, window, softcap, alibi, sinks):
     """No prefix, a prefix within and beyond the window, chunks shorter and longer than it."""
     case = chunks(name, [90, 275, 64, 1], [90, 45, 1, 1], 4, 2, 64, DTYPE, device)
-    rule = rule_of(window, softcap, alibi, device)
+    rule = rule_of(window, softcap, alibi, sinks, device)
     got = case.run(attention.prefill_attention, attend_cache, rule)
     want = case.truth(attend_cache, lambda q, k, v, scale: attend(q, k, v, scale, *rule))
     assert error(got, want) < bound(name, DTYPE)

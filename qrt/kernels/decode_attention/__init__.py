@@ -1,7 +1,7 @@
 """`decode_attention` and `append_attention`: one query token per request attends its request's cached tokens.
 
 decode_attention(q, kv, slot_table, rows, kv_lens, parts, out, format, scale, newest=False, window=0,
-                 softcap=0.0, slopes=None)
+                 softcap=0.0, slopes=None, sinks=None)
 
 q            [B, Hq, D] in the basis of the cache; heads contiguous, any token stride
 kv           the layer's buffers, in the order of `KVFormat.buffers`
@@ -16,11 +16,12 @@ window       only the last `window` tokens are attended; 0: all. The kernel take
              must be planned for that window
 softcap      c: scaled scores become c * tanh(score / c); 0: they stay
 slopes       fp32 [Hq]: what each head's scores lose for each token of distance (ALiBi), or None
+sinks        fp32 [Hq]: a score of each head that joins the softmax and has no value, or None
 
 Query head h reads KV head h // (Hq/Hkv).
 
 append_attention(q, k, v, cos, sin, kv, smoothing, slot_table, rows, kv_lens, parts, out, format, scale,
-                 window=0, softcap=0.0, slopes=None, turns=None)
+                 window=0, softcap=0.0, slopes=None, sinks=None, turns=None)
 
 Does `kv_write` of each request's newest token and then `decode_attention`, in one launch. q [B, Hq, D] and
 k, v [B, Hkv, D] are given before RoPE and stay as they are. The token has position kv_lens - 1 and that

@@ -27,6 +27,7 @@ from qrt.kernels.decode_attention.plan import FIELDS
 from qrt.kernels.device import (
     enter_basis,
     half_width,
+    in_base_2,
     into_basis,
     leave_basis,
     load_halves,
@@ -35,6 +36,7 @@ from qrt.kernels.device import (
     signs,
     store_halves,
     token_stride,
+    with_sink,
 )
 from qrt.kernels.gpu import overlaps
 from qrt.kernels.launch import variant
@@ -211,7 +213,7 @@ def _store_result(
 @triton.jit
 def _attend_kernel(  # noqa: C901 -- its branches are constants, or shared by all threads
     q, buffers, slot_table, parts, partial, lse, arrivals, rotation, out, scale, stride_q, stride_table,
-    new, turns, smoothing, kv_lens, facts, softcap, slopes,
+    new, turns, smoothing, kv_lens, facts, softcap, slopes, sinks,
     G: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, H: tl.constexpr, M: tl.constexpr,
     TILE: tl.constexpr, FMT: tl.constexpr, STAGES: tl.constexpr, FIELDS: tl.constexpr,
     MERGED: tl.constexpr, FAN: tl.constexpr, TOGETHER: tl.constexpr, AHEAD: tl.constexpr,
@@ -220,9 +222,9 @@ def _attend_kernel(  # noqa: C901 -- its branches are constants, or shared by al
     """Grid (Hkv / TOGETHER, P).
 
     partial [P, Hq, D] and lse [P, Hq] take normalized parts. `new` is k, v, cos, sin and the strides of k and
-    v, or None if the cache already holds the last token; `turns` are rows of cos and sin, or None. softcap
-    and slopes are in base 2, or None. NEWEST says that the kernel before writes no tokens but the last. With
-    ROOM above 0, out and facts are the tensors of `Digits`.
+    v, or None if the cache already holds the last token; `turns` are rows of cos and sin, or None. softcap is
+    in base 2, slopes and sinks are not; each may be None. NEWEST says that the kernel before writes no tokens
+    but the last. With ROOM above 0, out and facts are the tensors of `Digits`.
     """
     EARLY: tl.constexpr = launch_pdl and ROOM > 0
     if EARLY:  # the kernel that reads Digits requests its weights before it waits
@@ -273,7 +275,8 @@ def _attend_kernel(  # noqa: C901 -- its branches are constants, or shared by al
     m, l = tl.full([M], -float("inf"), tl.float32), no_sums(M, TILE)
     acc = FMT.empty(M, H, TILE, TOGETHER)
     if slopes is not None:
-        slope, newest = tl.load(slopes + head, mask=live, other=0.0), tl.load(kv_lens + request) - 1
+        slope = in_base_2(tl.load(slopes + head, mask=live, other=0.0))
+        newest = tl.load(kv_lens + request) - 1
     for first in tl.range(start, end, TILE, num_stages=STAGES):
         valid = first + tl.arange(0, TILE) < end
         slots = tl.load(table, mask=valid, other=beyond).to(tl.int64)
@@ -298,6 +301,10 @@ def _attend_kernel(  # noqa: C901 -- its branches are constants, or shared by al
         gdc_launch_dependents()
     lo, hi = FMT.finish(acc, TOGETHER)
     sums = all_tokens(l)
+    if sinks is not None:  # the first part counts it
+        sink = in_base_2(tl.load(sinks + head, mask=live, other=0.0))
+        m, kept, sums = with_sink(tl.where(index == 0, sink, -float("inf")), m, sums)
+        lo, hi = lo * kept[:, None], hi * kept[:, None]
     inverse = (1.0 / sums)[:, None]
     lo, hi = lo * inverse, hi * inverse
     whole = count == 1
@@ -327,11 +334,12 @@ def decode_attention(
     window: int = 0,
     softcap: float = 0.0,
     slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> None:
     """See the package's docstring."""
     B, Hq, D = q.shape
     expect(out, "B Hq D", q.dtype, "out", B=B, Hq=Hq, D=D)
-    rule = Scores(scale, window, softcap=softcap, slopes=slopes)
+    rule = Scores(scale, window, softcap=softcap, slopes=slopes, sinks=sinks)
     _launch(q, None, None, None, kv, slot_table, rows, kv_lens, parts, [out], format, rule, newest)
 
 
@@ -353,6 +361,7 @@ def append_attention(
     window: int = 0,
     softcap: float = 0.0,
     slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
     turns: Tensor | None = None,
 ) -> None:
     """See the package's docstring."""
@@ -365,7 +374,7 @@ def append_attention(
     if turns is not None:
         expect(turns, "B", torch.int32, "turns", B=B)
     new = k, v, cos, sin, token_stride(k, "k"), token_stride(v, "v")
-    rule = Scores(scale, window, softcap=softcap, slopes=slopes)
+    rule = Scores(scale, window, softcap=softcap, slopes=slopes, sinks=sinks)
     _launch(q, new, turns, smoothing, kv, slot_table, rows, kv_lens, parts, out, format, rule, True)
 
 
@@ -390,8 +399,9 @@ def _launch(
     for name, lens in {"rows": rows, "kv_lens": kv_lens}.items():
         expect(lens, "B", torch.int32, name, B=B)
     P = expect(parts, f"P {FIELDS}", torch.int32, "parts")["P"]
-    if rule.slopes is not None:
-        expect(rule.slopes, "Hq", torch.float32, "slopes", Hq=Hq)
+    for name, given in {"slopes": rule.slopes, "sinks": rule.sinks}.items():
+        if given is not None:
+            expect(given, "Hq", torch.float32, name, Hq=Hq)
     if B == 0:
         return
     fmt = KV_FORMATS[format]
@@ -415,6 +425,5 @@ def _launch(
         (Hkv // block.heads, P), q, tuple(kv), slot_table, parts, partial, lse,
         _arrivals(next_power_of_2(P * Hkv), q.device), signs(D, q.device) if fmt.rotated else None,
         result, rule.scale * LOG2_E, token_stride(q, "q"), slot_table.stride(0), new, turns,
-        smoothing, kv_lens, facts, rule.softcap * LOG2_E or None,
-        None if rule.slopes is None else rule.slopes * LOG2_E,
+        smoothing, kv_lens, facts, rule.softcap * LOG2_E or None, rule.slopes, rule.sinks,
     )  # fmt: skip

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from qrt.kernels.decode_attention.blocks import refuse_others
 from qrt.kernels.kv_write.ref import kv_write
-from qrt.kernels.scores import Scores, weigh
+from qrt.kernels.scores import Scores, softmax, weigh
 from qrt.quant.digits import Digits
 from qrt.quant.kv import KV_FORMATS
 
@@ -30,6 +30,7 @@ def decode_attention(
     window: int = 0,
     softcap: float = 0.0,
     slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> None:
     """See the package's docstring; `parts` and `newest` do not matter here."""
     longest = int(kv_lens.max()) if len(kv_lens) else 0
@@ -37,7 +38,7 @@ def decode_attention(
     attending = (kv_lens >= 0).nonzero()[:, 0]
     for part in attending.split(many) if len(attending) else ():
         slots = slot_table[rows[part], : int(kv_lens[part].max())]
-        rule = Scores(scale, window, softcap=softcap, slopes=slopes)
+        rule = Scores(scale, window, softcap=softcap, slopes=slopes, sinks=sinks)
         out[part] = _attend(q[part], kv, slots, kv_lens[part], format, rule).to(out.dtype)
 
 
@@ -57,7 +58,8 @@ def _attend(
     slopes = None if rule.slopes is None else rule.slopes.view(k.shape[1], -1, 1)
     scores = queries @ k.mT * rule.scale
     scores = weigh(scores, distance[:, None, None], rule.window, rule.softcap, slopes)
-    values = fmt.from_basis((torch.softmax(scores, -1) @ v).flatten(1, 2))
+    sinks = None if rule.sinks is None else rule.sinks.view(k.shape[1], -1)
+    values = fmt.from_basis((softmax(scores, sinks) @ v).flatten(1, 2))
     return values.masked_fill(~live.any(1)[:, None, None], 0.0)
 
 
@@ -79,6 +81,7 @@ def append_attention(
     window: int = 0,
     softcap: float = 0.0,
     slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
     turns: Tensor | None = None,
 ) -> None:
     """See the package's docstring."""
@@ -92,8 +95,7 @@ def append_attention(
     turned = q.clone()
     turned[live] = queries
     attended = out[0] if len(out) == 1 else torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    decode_attention(
-        turned, kv, slot_table, rows, kv_lens, parts, attended, format, scale, True, window, softcap, slopes
-    )
+    rule = window, softcap, slopes, sinks
+    decode_attention(turned, kv, slot_table, rows, kv_lens, parts, attended, format, scale, True, *rule)
     if len(out) == 2:
         Digits(out[0], out[1], len(q)).write(attended.flatten(1))

@@ -21,11 +21,13 @@ from qrt.checks import expect
 from qrt.kernels.device import (
     capped,
     half_width,
+    in_base_2,
     leave_basis,
     out_of_basis,
     signs,
     store_halves,
     token_stride,
+    with_sink,
 )
 from qrt.kernels.gpu import multiprocessors, shared_bytes
 from qrt.kernels.launch import variant
@@ -182,13 +184,13 @@ def _attend(
 @triton.jit
 def _prefill_kernel(
     q, k, v, cached_k, cached_v, query_start, cached_start, tiles, rotation, out, scale,
-    stride_q, stride_k, stride_v, softcap, slopes, ATTEND_CACHE: tl.constexpr, WINDOW: tl.constexpr,
+    stride_q, stride_k, stride_v, softcap, slopes, sinks, ATTEND_CACHE: tl.constexpr, WINDOW: tl.constexpr,
     G: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, H: tl.constexpr, M: tl.constexpr,
     TILE: tl.constexpr, STAGES: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
     """Grid (Hkv, tiles): a program attends M rows (token, query head) of a chunk.
 
-    softcap and slopes, or None, are in base 2.
+    softcap is in base 2, slopes and sinks are not; each may be None.
     """
     kv_head, tile = tl.program_id(0), tiles + tl.program_id(1) * FIELDS
     chunk, first = tl.load(tile), tl.load(tile + 1)
@@ -210,7 +212,7 @@ def _prefill_kernel(
     state = m, l, tl.zeros([M, 2 * H], tl.float32)
     lowest, highest, slope = first // G, tl.minimum((first + M - 1) // G, length - 1), None
     if slopes is not None:
-        slope = tl.load(slopes + head, mask=live, other=0.0)
+        slope = in_base_2(tl.load(slopes + head, mask=live, other=0.0))
     if ATTEND_CACHE:
         prefix = cached - length
         state = _attend(
@@ -229,7 +231,10 @@ def _prefill_kernel(
             query, k, v, stride_k, stride_v, free, end, token, lowest, highest, state, scale, softcap, slope,
             dims, real, D, TILE, STAGES, WINDOW,
         )  # fmt: skip
-    _, l, acc = state
+    m, l, acc = state
+    if sinks is not None:
+        _, kept, l = with_sink(in_base_2(tl.load(sinks + head, mask=live, other=0.0)), m, l)
+        acc *= kept[:, None]
     lo, hi = tl.split(tl.permute(tl.reshape(acc / l[:, None], (M, 2, H)), (0, 2, 1)))
     dims, real = part_columns(D, 1, H)
     if rotation is not None:
@@ -285,6 +290,7 @@ def prefill_attention(
     window: int = 0,
     softcap: float = 0.0,
     slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> None:
     """See the package's docstring; `scale` must be positive."""
     T, Hq, D = expect(q, "T Hq D", name="q").values()
@@ -302,7 +308,7 @@ def prefill_attention(
     dtype = torch.float16 if fmt.bits < 16 and q.dtype is torch.bfloat16 else q.dtype
     cached_k, cached_v = (torch.empty(num_cached, Hkv, D, dtype=dtype, device=q.device) for _ in "kv")
     gather(kv, slot_table, rows, cached_start, fmt, cached_k, cached_v)
-    rule = Scores(scale * LOG2_E, window, softcap=softcap * LOG2_E, slopes=slopes)
+    rule = Scores(scale * LOG2_E, window, softcap=softcap * LOG2_E, slopes=slopes, sinks=sinks)
     rotation = signs(D, q.device) if fmt.rotated else None
     where = tiles, query_start, cached_start
     if rule.plain and fits(q, k, v):
@@ -328,5 +334,5 @@ def _triton_prefill(
     kernel.launch(
         (Hkv, len(tiles)), q, k, v, cached_k, cached_v, query_start, cached_start, tiles, rotation, out,
         rule.scale, token_stride(q, "q"), token_stride(k, "k"), token_stride(v, "v"), rule.softcap or None,
-        None if rule.slopes is None else rule.slopes * LOG2_E,
+        rule.slopes, rule.sinks,
     )  # fmt: skip
