@@ -33,6 +33,10 @@ for name, dtype, Hq, Hkv, D, attend_cache in (
     for hopper in (False, True):
         hopper_kernel.is_hopper = lambda device: hopper
         prefill_attention(q, k, v, kv, table, *chunk, name, 0.1)
+        if hopper and D == 64:
+            prefill_attention(q, k, v, kv, table, *chunk, name, 0.1, 4096)
+        elif hopper and name in ("int8", "fp16"):
+            prefill_attention(q, k, v, kv, table, *chunk, name, 0.1, 4096 if name == "int8" else 0, 50.0)
 rule = 64, 30.0, torch.ones(Hq)  # of the last case above
 decode_attention(q, kv, table, index, index, parts, out, name, 0.1, False, *rule)
 prefill_attention(q, k, v, kv, table, *chunk, name, 0.1, *rule)
@@ -47,5 +51,5 @@ for n in (1, 48):
 def test_attention_kernels_compile():
     assert compiled(CODE) == {  # int8 and int4 share what they can
         "_kv_write_kernel": 6, "_attend_kernel": 7, "_gather_kernel": 6,
-        "_prefill_kernel": 5, "_hopper_prefill": 3, "_token_inputs": 4,
+        "_prefill_kernel": 5, "_hopper_prefill": 6, "_token_inputs": 4,
     }  # fmt: skip

@@ -1,7 +1,5 @@
 """The Hopper kernel of prefill_attention against fp64 attention; what is not a chunk's is NaN all around."""
 
-import math
-
 import pytest
 import torch
 from attention_truth import attend, bound, error, whole_rotation
@@ -11,9 +9,11 @@ from qrt.kernels.gpu import is_hopper
 from qrt.kernels.prefill_attention import hopper_kernel, kernel
 from qrt.kernels.prefill_attention.hopper_kernel import fits, hopper_prefill
 from qrt.kernels.prefill_attention.tiles import Queries, plan_tiles
+from qrt.kernels.scores import LOG2_E, Scores
 from qrt.quant.kv import KV_FORMATS
 
 BF16, FP16 = torch.bfloat16, torch.float16
+PLAIN = Scores(1.0)
 BEFORE, AFTER, UNUSED = 3, 2, 9  # tokens around the chunks, tiles behind theirs
 
 
@@ -49,18 +49,18 @@ class Chunks:
         tiles = plan_tiles(own, cached, queries, int(queries.tiles(own).sum()) + UNUSED)
         self.tiles = torch.from_numpy(tiles).to(device)
 
-    def run(self):
+    def run(self, window=0, softcap=0.0):
         """Return what the kernel writes, whose other tokens must be as they were."""
         D, out = self.q.shape[2], torch.full_like(self.q, torch.nan, memory_format=torch.contiguous_format)
         hopper_prefill(
             self.q, self.k, self.v, self.cached_k, self.cached_v, self.tiles, self.start, self.cached_start,
-            signs(D, out.device) if self.rotated else None, out, D**-0.5 * math.log2(math.e),
-            self.attend_cache,
+            signs(D, out.device) if self.rotated else None, out,
+            Scores(D**-0.5 * LOG2_E, window, softcap=softcap * LOG2_E), self.attend_cache,
         )  # fmt: skip
         assert out[:BEFORE].isnan().all() and out[-AFTER:].isnan().all()
         return out[BEFORE:-AFTER]
 
-    def truth(self):
+    def truth(self, window=0, softcap=0.0):
         D, outs = self.q.shape[2], []
         for i in range(len(self.own)):
             a, b = self.start[i : i + 2].tolist()
@@ -68,7 +68,7 @@ class Chunks:
             k, v = self.cached_k[first:end].double(), self.cached_v[first:end].double()
             if not self.attend_cache:
                 k, v = torch.cat((k, self.k[a:b].double())), torch.cat((v, self.v[a:b].double()))
-            outs.append(attend(self.q[a:b], k, v, D**-0.5))
+            outs.append(attend(self.q[a:b], k, v, D**-0.5, window, softcap))
         turned = whole_rotation(D).T.to(self.q.device) if self.rotated else None
         return torch.cat(outs) if turned is None else torch.cat(outs) @ turned
 
@@ -94,14 +94,35 @@ def test_chunks_of_all_kinds(device, own, cached, heads, dtypes, attend_cache, r
 
 
 @pytest.mark.gpu
+@pytest.mark.ptx(window=[40, 100])
+@pytest.mark.usefixtures("copies", "hopper")
+@pytest.mark.parametrize("own, cached, heads, dtypes, attend_cache, rotated, window, softcap", [
+    pytest.param([150, 0, 9], [21, 5, 300], (4, 1, 128), (BF16, FP16), False, True, 40, 0.0, id="short"),
+    pytest.param([290, 3], [70, 200], (1, 1, 64), (BF16, BF16), False, False, 130, 0.0, id="over a tile"),
+    pytest.param([140, 260], [0, 20], (7, 1, 64), (BF16, FP16), False, True, 129, 0.0, id="parts of tokens"),
+    pytest.param([200, 60], [150, 300], (2, 1, 64), (BF16, BF16), True, False, 100, 5.0, id="from the cache"),
+    pytest.param([60], [300], (4, 1, 64), (BF16, FP16), False, True, 1, 0.0, id="itself alone"),
+    pytest.param([45, 0, 9], [21, 5, 130], (4, 1, 128), (BF16, FP16), False, True, 0, 2.0, id="capped"),
+    pytest.param([70, 40], [0, 128], (4, 2, 128), (FP16, FP16), False, False, 999, 2.0, id="wider than all"),
+])  # fmt: skip
+def test_windows_and_softcap(device, own, cached, heads, dtypes, attend_cache, rotated, window, softcap):
+    """Edges of windows on and off the tiles, among cached keys and among the chunk's own."""
+    chunks = Chunks(own, cached, *heads, *dtypes, attend_cache, rotated, device)
+    rule = window, softcap
+    assert error(chunks.run(*rule), chunks.truth(*rule)) < bound("fp16", dtypes[0])
+    assert error(chunks.run(*rule), chunks.truth()) > 0.1 or window == 999
+
+
+@pytest.mark.gpu
 @pytest.mark.usefixtures("hopper")
-def test_the_same_bits_every_time(device):
+@pytest.mark.parametrize("rule", [(0, 0.0), (512, 0.0), (4096, 50.0)])
+def test_the_same_bits_every_time(device, rule):
     """Of many tiles, as a copy that comes early or late would change some of them."""
     chunks = Chunks([700, 1, 129, 1777], [0, 130, 4096, 64], 32, 8, 128, BF16, FP16, False, True, device)
-    first = chunks.run()
-    assert error(first, chunks.truth()) < bound("fp16", BF16)
+    first = chunks.run(*rule)
+    assert error(first, chunks.truth(*rule)) < bound("fp16", BF16)
     for _ in range(20):
-        assert torch.equal(chunks.run(), first)
+        assert torch.equal(chunks.run(*rule), first)
 
 
 def test_what_the_copy_engine_cannot_read_does_not_fit(monkeypatch):
@@ -110,14 +131,16 @@ def test_what_the_copy_engine_cannot_read_does_not_fit(monkeypatch):
     def takes(D=64, dtype=BF16, between=0, begin=0):
         x = torch.empty(begin + 9 * (6 * D + between), dtype=dtype)[begin:]
         qkv = x.view(9, -1)[:, : 6 * D].unflatten(1, (6, D))
-        return fits(*qkv.split((2, 2, 2), 1))
+        return fits(*qkv.split((2, 2, 2), 1), PLAIN)
 
     assert takes() and takes(D=128) and takes(dtype=FP16, between=8)
     assert not takes(D=80) and not takes(dtype=torch.float32)
     assert not takes(between=4) and not takes(begin=4)
     other = torch.empty(2, 9, 64, dtype=BF16).transpose(0, 1)  # a token's heads apart
     here = torch.empty(9, 2, 64, dtype=BF16)
-    assert fits(here, here, here) and not fits(other, here, here) and not fits(here, here, other)
+    assert fits(here, here, here, PLAIN) and fits(here, here, here, Scores(1.0, 16, softcap=30.0))
+    assert not fits(other, here, here, PLAIN) and not fits(here, here, other, PLAIN)
+    assert not fits(here, here, here, Scores(1.0, slopes=torch.ones(2)))
     monkeypatch.setattr(hopper_kernel, "is_hopper", lambda device: False)
     assert not takes()
 

@@ -16,6 +16,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from qrt.kernels.device import capped
+
 
 @gluon.jit
 def item(turn):
@@ -31,9 +33,12 @@ def item(turn):
 def place(where, number, S: gl.constexpr):
     """Return what an item attends.
 
-    That is its KV head and first row, its chunk's first token and length, how many of the chunk's own keys it
-    attends, the first cached key, and how many cached keys it attends. Entries without a tile come last and
-    have length 0, so a program is done when it meets one.
+    That is its KV head and first row, its chunk's first token and length, the first of the chunk's own keys
+    that it attends and how many, and the same of the cached keys. Entries without a tile come last and have
+    length 0, so a program is done when it meets one.
+
+    Keys are attended from the first one that the first row sees. Behind it, of the own keys and of the cached
+    ones, stands which key that is, or a negative number: so many keys fewer than there are in its window.
     """
     tiles, query_start, cached_start, items = where
     head, tile = number % S.HKV, number // S.HKV
@@ -45,16 +50,33 @@ def place(where, number, S: gl.constexpr):
     cached_at = gl.load(cached_start + request)
     cached = gl.where(chunk < 0, 0, gl.load(cached_start + request + 1) - cached_at)
     own = gl.minimum((first + S.M - 1) // S.G + 1, length)
+    lowest, prefix = first // S.G, cached
     if S.ATTEND_CACHE:
+        prefix = cached - length
         cached, own = cached - length + own, 0
-    return head, first, start, length, own, cached_at, cached
+    own_at, own_low, cached_low = start, 0, 0
+    if S.WINDOW > 0:
+        skipped, cached_low = _skipped(prefix + lowest, cached, S)
+        cached_at, cached = cached_at + skipped, cached - skipped
+        if not S.ATTEND_CACHE:
+            skipped, own_low = _skipped(lowest, own, S)
+            own_at, own = own_at + skipped, own - skipped
+    return head, first, start, length, (own_at, own, own_low), (cached_at, cached, cached_low)
+
+
+@gluon.jit
+def _skipped(position, count, S: gl.constexpr):
+    """Return how many of `count` keys come before the window of a row, and where it begins then."""
+    reach = position - (S.WINDOW - 1)
+    skipped = gl.minimum(gl.maximum(reach, 0), count)
+    return skipped, reach - skipped
 
 
 @gluon.jit
 def attend(GROUP: gl.constexpr, rings, where, output, S: gl.constexpr):
     """Attend half of the rows of this program's items as their keys arrive, and store the results."""
     k_smem, v_smem, q_smem, k_ready, k_empty, v_ready, v_empty, q_ready, q_empty = rings
-    matrix, rotation, out, scale, q, stride_q = output
+    matrix, rotation, out, rule, q, stride_q = output
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, S.D, 16])
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, S.N, 16])
     HALF: gl.constexpr = S.M // 2
@@ -64,8 +86,11 @@ def attend(GROUP: gl.constexpr, rings, where, output, S: gl.constexpr):
     signs = k_ready, k_empty, v_ready, v_empty
     row = gl.arange(0, HALF, layout=gl.SliceLayout(1, SCORES))
     done, queries, turn = 0, 0, 0
-    head, first, start, length, own, _, cached = place(where, item(0), S)
+    head, first, start, length, own_keys, cached_keys = place(where, item(0), S)
     while length > 0:
+        own_at, own, own_low = own_keys
+        _, cached, cached_low = cached_keys
+        lowest = first // S.G
         first += GROUP * HALF
         slot = queries % S.QUERIES
         query = q_smem.index(slot).slice(GROUP * HALF, HALF)
@@ -79,17 +104,22 @@ def attend(GROUP: gl.constexpr, rings, where, output, S: gl.constexpr):
         acc = gl.full([HALF, S.D], 0.0, gl.float32, SUMS)
         if own > 0:
             state = m, l, acc
-            last, free = gl.minimum(token, own - 1), gl.minimum(first // S.G + 1, own)
+            skipped = 0
+            if S.WINDOW > 0:
+                skipped = own_at - start
+            last, free = gl.minimum(token - skipped, own - 1), gl.minimum(first // S.G + 1 - skipped, own)
+            low, top = _lows(token, first, length, lowest, own_low, S)
             m, l, acc, done = _attend_keys(
-                query, k_smem, v_smem, signs, state, own, free, last, scale, done, S.TOKENS == 0, S
+                query, k_smem, v_smem, signs, state, own, free, (last, low, top), rule, done, S.TOKENS == 0, S
             )
         if cached > 0:
             state = m, l, acc
             converted = cached_q_smem.index(slot).slice(GROUP * HALF, HALF)
             seen = gl.minimum((first - GROUP * HALF + S.M - 1) // S.G + 1, length)
+            lows = _lows(token, first, length, lowest, cached_low, S)
             m, l, acc, done = _attend_cached(
                 query, converted, cached_k_smem, cached_v_smem, signs, state, cached, seen, token, first,
-                scale, done, S,
+                lows, rule, done, S,
             )  # fmt: skip
         if S.TOKENS > 0:
             mbarrier.arrive(q_empty.index(slot), count=1)
@@ -98,13 +128,24 @@ def attend(GROUP: gl.constexpr, rings, where, output, S: gl.constexpr):
         acc *= gl.expand_dims(1.0 / l, 1)
         at = start, head, first, length
         turn += 1
-        head, first, start, length, own, _, cached = place(where, item(turn), S)
+        head, first, start, length, own_keys, cached_keys = place(where, item(turn), S)
         _store(acc, matrix, rotation, out, at, S)
 
 
 @gluon.jit
+def _lows(token, first, length, lowest, low, S: gl.constexpr):
+    """Return the first key of each row's window, and that of the group's last row; `low` is the item's."""
+    if S.WINDOW > 0:
+        apart = low - lowest
+        return token + apart, gl.minimum((first + S.M // 2 - 1) // S.G, length - 1) + apart
+    else:
+        return token, 0
+
+
+@gluon.jit
 def _attend_cached(
-    query, converted, k_smem, v_smem, signs, state, count, seen, token, first, scale, done, S: gl.constexpr
+    query, converted, k_smem, v_smem, signs, state, count, seen, token, first, lows, rule, done,
+    S: gl.constexpr,
 ):  # fmt: skip
     """Go on from `state` through `count` cached keys. If ATTEND_CACHE, the last `seen` are the chunk's."""
     if S.CACHED != S.OWN:
@@ -113,8 +154,9 @@ def _attend_cached(
     if S.ATTEND_CACHE:
         last = gl.minimum(count - seen + token, count - 1)
         free = gl.minimum(count - seen + first // S.G + 1, count)
+    low, top = lows
     return _attend_keys(
-        converted, k_smem, v_smem, signs, state, count, free, last, scale, done, S.ATTEND_CACHE, S
+        converted, k_smem, v_smem, signs, state, count, free, (last, low, top), rule, done, S.ATTEND_CACHE, S
     )
 
 
@@ -146,14 +188,21 @@ def _convert(query, converted, S: gl.constexpr):
 
 
 @gluon.jit
-def _weigh(scores, m, l, scale, last, first, MASKED: gl.constexpr):
+def _weigh(scores, m, l, rule, seen, first, MASKED: gl.constexpr, S: gl.constexpr):
     """Return the weights of keys from `first` on, the new maximum and sum, and the factor of old sums.
 
-    If MASKED, row r sees the keys up to last[r].
+    `rule` is the scale and the softcap or None. `seen` is last, low and more: if MASKED, row r sees the keys
+    up to last[r], and with a WINDOW those from low[r] on.
     """
+    scale, softcap = rule
+    if softcap is not None:
+        scores, scale = capped(scores * scale, softcap), 1.0
     if MASKED:
         key = first + gl.arange(0, scores.shape[1], layout=gl.SliceLayout(0, scores.type.layout))
-        scores = gl.where(gl.expand_dims(key, 0) <= gl.expand_dims(last, 1), scores, -float("inf"))
+        visible = gl.expand_dims(key, 0) <= gl.expand_dims(seen[0], 1)
+        if S.WINDOW > 0:
+            visible &= gl.expand_dims(key, 0) >= gl.expand_dims(seen[1], 1)
+        scores = gl.where(visible, scores, -float("inf"))
     m_new = gl.maximum(m, gl.max(scores, 1) * scale)
     shift = m_new
     if MASKED:
@@ -192,13 +241,14 @@ def _here(x):
 
 @gluon.jit
 def _attend_keys(
-    query, k_smem, v_smem, signs, state, count, free, last, scale, done, STRADDLED: gl.constexpr,
+    query, k_smem, v_smem, signs, state, count, free, seen, rule, done, STRADDLED: gl.constexpr,
     S: gl.constexpr,
 ):  # fmt: skip
     """Go on from `state` through `count` keys, the last tile first.
 
-    Every row sees the first `free` keys, and row r those up to last[r]. Unless STRADDLED, only the last tile
-    has keys that some rows do not see. `done` counts the tiles before these.
+    `seen` is last, low and top: row r sees the keys up to last[r], and with a WINDOW those from low[r] on.
+    Every row sees keys before `free`, and with a WINDOW from `top` on. Unless STRADDLED, only the last tile
+    has keys behind some row. `done` counts the tiles before these.
     """
     k_ready, k_empty, v_ready, v_empty = signs
     m, l, acc = state
@@ -211,7 +261,7 @@ def _attend_keys(
     scores = _scores(query, k_smem, done, S)
     scores = warpgroup_mma_wait(0, deps=[scores])
     _free(k_empty, done, S)
-    p, m, l, alpha = _weigh(scores, m, l, scale, last, first, True)
+    p, m, l, alpha = _weigh(scores, m, l, rule, seen, first, True, S)
     acc *= gl.expand_dims(gl.convert_layout(alpha, SUM), 1)
     weights = gl.convert_layout(p.to(k_smem.dtype), WEIGHTS)
     running = m, l, acc, weights, done, first
@@ -219,9 +269,14 @@ def _attend_keys(
     if STRADDLED:
         masked = gl.minimum((first + S.N - 1 - free) // S.N, end - done)
         running = _attend_tiles(
-            query, k_smem, v_smem, signs, running, done + masked, end, last, scale, True, S
+            query, k_smem, v_smem, signs, running, done + masked, end, seen, rule, True, S
         )
-    running = _attend_tiles(query, k_smem, v_smem, signs, running, end, end, last, scale, False, S)
+    if S.WINDOW > 0:
+        whole = end - (gl.maximum(seen[2], 0) + S.N - 1) // S.N
+        running = _attend_tiles(query, k_smem, v_smem, signs, running, whole, end, seen, rule, False, S)
+        running = _attend_tiles(query, k_smem, v_smem, signs, running, end, end, seen, rule, True, S)
+    else:
+        running = _attend_tiles(query, k_smem, v_smem, signs, running, end, end, seen, rule, False, S)
     m, l, acc, weights, done, first = running
     _wait(v_ready, done, True, S)
     acc = warpgroup_mma(weights, v_smem.index(done % S.STAGES), acc, is_async=True)
@@ -232,8 +287,7 @@ def _attend_keys(
 
 @gluon.jit
 def _attend_tiles(
-    query, k_smem, v_smem, signs, running, to, end, last, scale, MASKED: gl.constexpr,
-    S: gl.constexpr,
+    query, k_smem, v_smem, signs, running, to, end, seen, rule, MASKED: gl.constexpr, S: gl.constexpr
 ):  # fmt: skip
     """Go on until the weights of tile `to` are computed; tile `end` is the last one.
 
@@ -252,7 +306,7 @@ def _attend_tiles(
         acc = warpgroup_mma(weights, v_smem.index(done % S.STAGES), acc, is_async=True)
         scores = warpgroup_mma_wait(1, deps=[scores])
         _free(k_empty, done + 1, S)
-        p, m, l, alpha = _weigh(scores, m, l, scale, last, first, MASKED)
+        p, m, l, alpha = _weigh(scores, m, l, rule, seen, first, MASKED, S)
         following = _here(gl.convert_layout(p.to(k_smem.dtype), WEIGHTS))
         _wait(k_ready, done + 2, done + 1 < end, S)
         acc, weights = warpgroup_mma_wait(0, deps=[acc, weights])

@@ -8,7 +8,7 @@ next tile run while the current one is stored.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import triton.language as tl
@@ -23,6 +23,7 @@ from qrt.kernels.launch import variant
 from qrt.kernels.linear.device import DTYPES, signals
 from qrt.kernels.prefill_attention.hopper_attend_kernel import attend, item, place
 from qrt.kernels.prefill_attention.tiles import tile_rows
+from qrt.kernels.scores import Scores
 
 KEYS = 128  # per tile of K or V
 RING_BYTES = 128 << 10  # for K and V in shared memory
@@ -45,6 +46,7 @@ class _Sizes:
     ATTEND_CACHE: bool
     QUERIES: int  # tiles of queries in shared memory
     STAGES: int  # tiles of K in shared memory, and as many of V
+    WINDOW: int  # tokens that a query attends, itself included; 0: all
 
     @property
     def TOKENS(self) -> int:
@@ -55,7 +57,7 @@ class _Sizes:
 @gluon.jit(do_not_specialize=["items"])
 def _hopper_prefill(
     q_desc, k_desc, v_desc, cached_k_desc, cached_v_desc, q, tiles, query_start, cached_start, rotation, out,
-    scale, stride_q, items, S: gl.constexpr, WARPS: gl.constexpr, REGISTERS: gl.constexpr,
+    scale, softcap, stride_q, items, S: gl.constexpr, WARPS: gl.constexpr, REGISTERS: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
     """Grid (programs,): the programs take the `items` = Hkv * len(tiles) items in turn."""
@@ -79,7 +81,7 @@ def _hopper_prefill(
     fence_async_shared()
     rings = k_smem, v_smem, q_smem, k_ready, k_empty, v_ready, v_empty, q_ready, q_empty
     where = tiles, query_start, cached_start, items
-    output = matrix, rotation, out, scale, q, stride_q
+    output = matrix, rotation, out, (scale, softcap), q, stride_q
     gl.warp_specialize(
         [
             (attend, (0, rings, where, output, S)),
@@ -100,7 +102,7 @@ def _fetch(
     cached_v_smem = v_smem._reinterpret(S.CACHED, [S.STAGES, S.N, S.D], k_desc.layout)
     signs = k_ready, k_empty, v_ready, v_empty, cleared
     done, clears, queries, turn = 0, 0, 0, 0
-    head, first, start, length, own, cached_at, cached = place(where, item(0), S)
+    head, first, start, length, own_keys, cached_keys = place(where, item(0), S)
     while length > 0:
         if S.TOKENS > 0:
             slot = queries % S.QUERIES
@@ -111,16 +113,20 @@ def _fetch(
                 q_smem.index(slot).reshape([S.TOKENS, S.G, S.D]),
             )  # fmt: skip
             queries += 1
+        own_at, own, _ = own_keys
+        cached_at, cached, _ = cached_keys
         valid = length  # rows of V that are this chunk's
+        if S.WINDOW > 0:
+            valid -= own_at - start
         done, clears = _fetch_keys(
-            k_desc, v_desc, k_smem, v_smem, signs, head, start, own, valid, done, clears, S
+            k_desc, v_desc, k_smem, v_smem, signs, head, own_at, own, valid, done, clears, S
         )
         done, clears = _fetch_keys(
             cached_k_desc, cached_v_desc, cached_k_smem, cached_v_smem, signs, head, cached_at, cached,
             cached, done, clears, S,
         )  # fmt: skip
         turn += 1
-        head, first, start, length, own, cached_at, cached = place(where, item(turn), S)
+        head, first, start, length, own_keys, cached_keys = place(where, item(turn), S)
 
 
 @gluon.jit
@@ -178,14 +184,16 @@ def _clear(tile, valid, S: gl.constexpr):
     tl.debug_barrier()
 
 
-def fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Return whether `hopper_prefill` takes q [T, Hq, D] and k, v [T, Hkv, D].
+def fits(q: Tensor, k: Tensor, v: Tensor, rule: Scores) -> bool:
+    """Return whether `hopper_prefill` takes q [T, Hq, D] and k, v [T, Hkv, D] by this rule.
 
-    It needs a 16-bit dtype, a D of 64 or 128, tokens that the copy engine can read, and a GPU with wgmma.
+    It needs a 16-bit dtype, a D of 64 or 128, tokens that the copy engine can read, and a GPU with wgmma. It
+    has windows and softcaps, and nothing else beside the scale.
     """
     D = q.shape[2]
     return (
         is_hopper(q.device)
+        and replace(rule, window=0, softcap=0.0).plain
         and q.dtype in DTYPES
         and D in (64, 128)
         and all(_is_readable(x, D) for x in (q, k, v))
@@ -206,13 +214,14 @@ def _of_keys(x: Tensor) -> Descriptor:
 
 def hopper_prefill(
     q: Tensor, k: Tensor, v: Tensor, cached_k: Tensor, cached_v: Tensor, tiles: Tensor, query_start: Tensor,
-    cached_start: Tensor, rotation: tuple[Tensor, float] | None, out: Tensor, scale: float,
+    cached_start: Tensor, rotation: tuple[Tensor, float] | None, out: Tensor, rule: Scores,
     attend_cache: bool,
 ) -> None:  # fmt: skip
-    """Attend all `tiles` and write out [T, Hq, D]; q, k and v must be tensors that `fits`.
+    """Attend all `tiles` and write out [T, Hq, D]; q, k, v and the rule must be what `fits`.
 
     cached_k, cached_v [C, Hkv, D], contiguous, hold what the chunks read from the cache, chunk i from row
-    cached_start[i] on. `rotation` is `signs`, None if the cache has the model's basis. `scale` is in base 2.
+    cached_start[i] on. `rotation` is `signs`, None if the cache has the model's basis. The rule's scale and
+    softcap are in base 2.
     """
     _, Hq, D = q.shape
     Hkv = k.shape[1]
@@ -220,7 +229,7 @@ def hopper_prefill(
         cached_k = cached_v = cached_k.new_empty(1, Hkv, D)
     sizes = _Sizes(
         Hq // Hkv, Hkv, D, tile_rows(q.itemsize, D), KEYS, DTYPES[q.dtype], DTYPES[cached_k.dtype],
-        attend_cache, QUERY_TILES, RING_BYTES // (2 * KEYS * D * q.itemsize),
+        attend_cache, QUERY_TILES, RING_BYTES // (2 * KEYS * D * q.itemsize), rule.window,
     )  # fmt: skip
     own = _of_keys(k)
     queries = own  # unused: if a tile is not whole tokens, the kernel loads its queries itself
@@ -233,5 +242,6 @@ def hopper_prefill(
     items = Hkv * len(tiles)
     kernel.launch(
         (min(multiprocessors(q.device), items),), queries, own, _of_keys(v), _of_keys(cached_k),
-        _of_keys(cached_v), q, tiles, query_start, cached_start, rotation, out, scale, q.stride(0), items,
+        _of_keys(cached_v), q, tiles, query_start, cached_start, rotation, out, rule.scale,
+        rule.softcap or None, q.stride(0), items,
     )  # fmt: skip

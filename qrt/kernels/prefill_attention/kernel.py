@@ -311,10 +311,8 @@ def prefill_attention(
     rule = Scores(scale * LOG2_E, window, softcap=softcap * LOG2_E, slopes=slopes, sinks=sinks)
     rotation = signs(D, q.device) if fmt.rotated else None
     where = tiles, query_start, cached_start
-    if rule.plain and fits(q, k, v):
-        hopper_prefill(q, k, v, cached_k, cached_v, *where, rotation, out, rule.scale, attend_cache)
-    else:
-        _triton_prefill(q, k, v, cached_k, cached_v, *where, rotation, out, rule, attend_cache)
+    attend = hopper_prefill if fits(q, k, v, rule) else _triton_prefill
+    attend(q, k, v, cached_k, cached_v, *where, rotation, out, rule, attend_cache)
 
 
 def _triton_prefill(
