@@ -80,8 +80,7 @@ def build(
     if model.device.type == "cuda":  # a CPU gains nothing by padding
         sizes = _capture_sizes(config, limits)
         limits = replace(limits, step_sizes=tuple(sizes[1]))
-    windows = [model.arch.window(layer) for layer in range(model.arch.num_layers)]
-    groups = LayerGroups.of(windows, limits.max_model_len)
+    groups = _groups(model, limits.max_model_len)
     with launches_on(model.device):
         quantized = any(format.rotated for format in formats)
         smoothing = fit_smoothing(model, formats) if quantized else None
@@ -180,7 +179,13 @@ def _num_seqs(config: EngineConfig, model: Decoder, formats: Sequence[KVFormat],
     shape = model.arch
     budget = _budget_bytes(config, model, 0)
     per_slot = slot_bytes(formats, shape.num_kv_heads, shape.head_dim, model.dtype)
-    return default_num_seqs(budget, per_slot, max_model_len)
+    return default_num_seqs(budget, per_slot, max_model_len, len(_groups(model, max_model_len).windows))
+
+
+def _groups(model: Decoder, max_model_len: int) -> LayerGroups:
+    """Return which layers of the model share slots."""
+    arch = model.arch
+    return LayerGroups.of([arch.window(layer) for layer in range(arch.num_layers)], max_model_len)
 
 
 def _capture_sizes(config: EngineConfig, limits: Limits) -> tuple[Sequence[int], Sequence[int]]:

@@ -167,11 +167,11 @@ class KVManager:
         seq._append(slots)
         return slots
 
-    def reach(self, seq: SequenceKV, start: int, end: int) -> tuple[int, list[Given]]:
+    def reach(self, seq: SequenceKV, start: int, end: int, spare: int = 0) -> tuple[int, list[Given]]:
         """Give `seq` slots in all window groups for the tokens of a step, the positions [start, end).
 
         First frees the slots that no token from `start` on attends. Returns how far there was room, at most
-        `end`, and the new slots.
+        `end`, with `spare` slots that stay available, and the new slots.
         """
         reached, given = end, []
         for group, (pool, held) in enumerate(zip(self.windows, seq.windows, strict=True)):
@@ -180,7 +180,7 @@ class KVManager:
                 pool.drop(held.slots[:passed])
                 held.first, held.slots = held.first + passed, held.slots[passed:]
             at = held.end
-            need = min(end - at, pool.available)
+            need = min(end - at, pool.available - spare)
             if need > 0:
                 if need > pool.num_free:
                     self._cache.evict_window(group, max(need - pool.num_free, pool.capacity // 64))
@@ -268,17 +268,14 @@ class KVManager:
         match = self._cache.match(ids, salt)
         if not match.length or not self.windows:
             return match
-        found = [self._cache.found(match, group) for group in range(len(self.windows))]
+        found = [self._cache.window_slots(match, group) for group in range(len(self.windows))]
         length = longest_prefix(found, [pool.window for pool in self.windows], match.length)
         return match if length == match.length else self._cache.match(ids[:length], salt)
 
     def _held(self, node: Node, length: int, group: int) -> Held:
         """Let a new sequence hold what its first token attends of a cached prefix of `length` tokens."""
-        pool = self.windows[group]
-        first = max(0, length - pool.window + 1)
-        slots = self._cache.window_slots(node, group)[first:]
-        pool.hold(slots)
-        return Held(first, slots)
+        first = max(0, length - self.windows[group].window + 1)
+        return Held(first, self._cache.hold_window(node, length - first, group))
 
     def _publish(self, seq: SequenceKV, ids: Ints) -> bool:
         """Publish the tokens that `seq` does not share yet; return False if another sequence was first."""

@@ -67,6 +67,8 @@ class RadixCache:
     def __init__(self, windows: Sequence[WindowSlots] = ()) -> None:
         self.evictable = self.locked = 0
         self._windows = windows
+        # the nodes that have slots in each window group, roughly the least recently used first
+        self._holding: list[dict[Node, None]] = [{} for _ in windows]
         self._root = Node(np.empty(0, np.int32), np.empty(0, np.int32))
         self._clock = 0
         # Nodes that were an unlocked leaf when they were queued, by their last use at that time. Each node
@@ -119,27 +121,39 @@ class RadixCache:
         parts = [node.slots for node in _path(end)]
         return np.concatenate(parts[::-1]) if parts else np.empty(0, np.int32)
 
-    def window_slots(self, end: Node, group: int) -> Ints:
-        """Return the slots, or NONE, of the whole prefix that ends at `end` in the window group `group`."""
-        parts = [node.windows[group] for node in _path(end)]
-        return np.concatenate(parts[::-1]) if parts else np.empty(0, np.int32)
-
-    def found(self, match: Match, group: int) -> Ints:
+    def window_slots(self, match: Match, group: int) -> Ints:
         """Return the slots, or NONE, of a match in the window group `group`, int32 [its length]."""
-        return self.window_slots(match.node, group)[: match.length]
+        parts = [node.windows[group] for node in _path(match.node)]
+        return np.concatenate(parts[::-1])[: match.length] if parts else np.empty(0, np.int32)
+
+    def hold_window(self, end: Node, count: int, group: int) -> Ints:
+        """Let a request hold the slots of the last `count` tokens up to `end` in a window group."""
+        parts, found, holding = [], 0, self._holding[group]
+        for node in _path(end):
+            if found >= count:
+                break
+            parts.append(node.windows[group][max(0, len(node.key) - (count - found)) :])
+            found += len(parts[-1])
+            if node in holding:
+                self._use_window(node, group)
+        slots = np.concatenate(parts[::-1]) if parts else np.empty(0, np.int32)
+        self._windows[group].hold(slots)
+        return slots
 
     def fill(self, match: Match, held: Sequence[Held]) -> None:
         """Take over slots of a request in window groups, for tokens of the match that have none there."""
         start, node = match.length - match.within, match.node
         end = match.length
         while node.parent is not None:
-            for pool, own, slots in zip(self._windows, held, node.windows, strict=True):
+            for group, (pool, own, slots) in enumerate(zip(self._windows, held, node.windows, strict=True)):
                 low, high = max(start, own.first), min(end, own.end)
                 if low < high:
                     lacking = slots[low - start : high - start]
                     at = np.flatnonzero(lacking == NONE)
                     lacking[at] = own.slots[low - own.first :][at]
                     pool.cache(lacking[at])
+                    if len(at):
+                        self._use_window(node, group)
             node = node.parent
             start, end = start - len(node.key), start
 
@@ -149,16 +163,20 @@ class RadixCache:
         Tokens that were used least recently lose theirs first, and of one node the earlier tokens: a hit
         needs the last ones.
         """
-        pool = self._windows[group]
-        for node in sorted(self.nodes(), key=lambda node: node.last_use):
+        pool, holding = self._windows[group], self._holding[group]
+        for node in list(holding):
             if need <= 0:
                 return
             slots = node.windows[group]
-            at = np.flatnonzero(slots != NONE)
-            at = at[pool.unheld(slots[at])][:need]
+            cached = np.flatnonzero(slots != NONE)
+            at = cached[pool.unheld(slots[cached])][:need]
             pool.uncache(slots[at])
             slots[at] = NONE
             need -= len(at)
+            if need > 0:  # what is left is held by requests, so it is in use
+                del holding[node]
+                if len(at) < len(cached):
+                    holding[node] = None
 
     def insert(self, match: Match, ids: Ints, slots: Ints) -> Node:
         """Add `ids` [n], whose cached prefix is `match`, and return the node where they end.
@@ -238,6 +256,8 @@ class RadixCache:
             assert node.edge == int(node.key[0]) or (parent.parent is None and isinstance(node.edge, tuple))
             assert len(node.key) == len(node.slots) > 0
             assert [len(slots) for slots in node.windows] == [len(node.key)] * len(self._windows)
+            for slots, holding in zip(node.windows, self._holding, strict=True):
+                assert node in holding or (slots == NONE).all(), "slots of a window that eviction cannot find"
             assert node.queued == (id(node) in queued)
             assert node.queued or node.children or node.ref, "an evictable leaf that eviction cannot find"
             if parent.parent is not None:
@@ -257,6 +277,9 @@ class RadixCache:
         upper = Node(node.key[:within].copy(), node.slots[:within].copy(), parent=parent, edge=node.edge)
         upper.windows = [slots[:within].copy() for slots in node.windows]
         node.windows = [slots[within:].copy() for slots in node.windows]
+        for holding in self._holding:
+            if node in holding:
+                holding[upper] = None
         upper.ref, upper.last_use = node.ref, node.last_use
         parent.children[upper.edge] = upper
         node.key, node.slots, node.parent = node.key[within:].copy(), node.slots[within:].copy(), upper
@@ -270,9 +293,17 @@ class RadixCache:
 
     def _lose(self, node: Node, keep: int) -> None:
         """Give up the slots in window groups that tokens of `node` beyond the first `keep` have."""
-        for pool, slots in zip(self._windows, node.windows, strict=True):
+        for pool, slots, holding in zip(self._windows, node.windows, self._holding, strict=True):
             rest = slots[keep:]
             pool.uncache(rest[rest != NONE])
+            if not keep:
+                holding.pop(node, None)
+
+    def _use_window(self, node: Node, group: int) -> None:
+        """Mark the slots of `node` in a window group as just used."""
+        holding = self._holding[group]
+        holding.pop(node, None)
+        holding[node] = None
 
     def _touch(self, end: Node) -> None:
         self._clock += 1

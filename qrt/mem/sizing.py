@@ -122,15 +122,15 @@ def kv_budget_bytes(
     return budget
 
 
-def default_num_seqs(budget_bytes: int, slot_bytes: int, max_model_len: int) -> int:
+def default_num_seqs(budget_bytes: int, slot_bytes: int, max_model_len: int, groups: int = 1) -> int:
     """Return how many requests a GPU runs at once by default, a power of two.
 
     It is between LEAST_SEQS and MOST_SEQS: as many requests of USUAL_TOKENS tokens (or `max_model_len` if
     that is less) as fit into `budget_bytes`, at `slot_bytes` per token. The request table, with 4 bytes for
-    each token that a request may have, takes at most TABLE_BYTES.
+    each token that a request may have in each of the `groups` of layers, takes at most TABLE_BYTES.
     """
     fitting = budget_bytes // (slot_bytes * min(USUAL_TOKENS, max_model_len))
-    fitting = min(fitting, TABLE_BYTES // (4 * max_model_len), MOST_SEQS)
+    fitting = min(fitting, TABLE_BYTES // (4 * max_model_len * groups), MOST_SEQS)
     return max(LEAST_SEQS, 1 << max(fitting, 1).bit_length() - 1)
 
 
@@ -202,6 +202,10 @@ def pool_size(
             f"{', '.join(remedies)} or, on a GPU, raise --gpu-memory-utilization"
         )
     slots = _divided(budget_bytes - PAD_SLOTS * sum(own.per_slot), own.per_slot, least, most)
+    if not own.per_slot[0]:  # all layers have windows: as many tokens as the requests that fit can have
+        own_slots = zip(slots[1:], own.windows[1:], strict=True)
+        fits = min(n * max_model_len // held_slots(window, max_model_len) for n, window in own_slots)
+        slots[0] = min(most[0], -(-max(fits, max_model_len) // RUN) * RUN)
     windows = zip(own.windows[1:], slots[1:], own.per_slot[1:], strict=True)
     return PoolSize(slots[0], own.num_bytes(slots), kv, max_model_len, tuple(windows), own.per_slot[0])
 

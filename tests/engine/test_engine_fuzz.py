@@ -244,15 +244,42 @@ def test_a_full_pool_pauses_the_last_and_loses_nothing(caching, overlap, monkeyp
         assert tokens(deltas[str(i)]) == greedy(prompt, 40)
 
 
+@pytest.mark.parametrize("window", [0, 8])
 @pytest.mark.parametrize("admission_mode", ["conservative", "aggressive"])
-def test_conservative_admission_never_pauses(admission_mode, monkeypatch):
+def test_conservative_admission_never_pauses(admission_mode, window, monkeypatch):
+    """Neither group runs out of slots; with a window, its group would first."""
     monkeypatch.setattr(admission, "EXPECTED_TOKENS", 1)
-    engine = fake_engine(pool=96, max_num_seqs=6, admission=admission_mode)
+    pool, model, settings = 96, None, {}
+    if window:
+        monkeypatch.setattr(windows, "MARGIN", 0)
+        monkeypatch.setattr(windows, "AHEAD", 12)
+        monkeypatch.setattr(lookahead, "GROW_TOKENS", 4)
+        monkeypatch.setattr(sizing, "_divided", lambda *_: [768, 48])
+        pool, model, settings = 512, WindowedDecoder(window), {"max_model_len": 128}
+    engine = fake_engine(model, pool=pool, max_num_seqs=6, admission=admission_mode, **settings)
     for i in range(6):
         params = SamplingParams(temperature=0, max_tokens=40, logit_bias={EOS: -100.0})
         engine.add(str(i), [i, 2, 3, 4], params)
     run(engine)
     assert (engine.scheduler.num_pauses == 0) is (admission_mode == "conservative")
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_long_prompt_leaves_slots_of_windows_to_decodes(overlap, monkeypatch):
+    """Its chunks are as long as the room beside what running requests soon need."""
+    monkeypatch.setattr(windows, "MARGIN", 0)
+    monkeypatch.setattr(windows, "AHEAD", 12)
+    monkeypatch.setattr(lookahead, "GROW_TOKENS", 4)
+    monkeypatch.setattr(sizing, "_divided", lambda *_: [768, 120])
+    settings = {"max_model_len": 250, "admission": "conservative", "overlap": overlap}
+    engine = fake_engine(WindowedDecoder(40), pool=1024, max_num_seqs=6, **settings)
+    params = SamplingParams(temperature=0, max_tokens=60, logit_bias={EOS: -100.0})
+    engine.add("decodes", [1, 2, 3, 4], params)
+    for _ in range(6):  # the next slots are due during the prompt
+        engine.step()
+    engine.add("long", [5] * 190, params)
+    deltas = run(engine)
+    assert engine.scheduler.num_pauses == 0 and len(tokens(deltas["long"])) == 60
 
 
 def test_a_priority_request_runs_first_and_makes_room(monkeypatch):

@@ -73,8 +73,8 @@ def poison(engine):
     pools = [kv._slots, *(pool._slots for pool in kv.windows)]
     for i in range(len(storage)):
         layer = storage.layer(i)
-        free = torch.ones(layer.buffers[0].shape[0], dtype=torch.bool)
-        free[torch.from_numpy(pools[layer.group].in_use()).long()] = False
+        free = torch.ones(layer.buffers[0].shape[0], dtype=torch.bool, device=layer.buffers[0].device)
+        free[torch.from_numpy(pools[layer.group].in_use()).to(free.device).long()] = False
         for buffer in layer.buffers:
             buffer[free] = torch.nan if buffer.is_floating_point() else -1
 
@@ -119,7 +119,9 @@ def test_engine_gives_the_tokens_of_transformers(case):
     engine = build(folder)
     assert [pool.window for pool in engine.scheduler.kv.windows] == [WINDOW]
     tokens, scores, cached = answers(engine)
-    assert engine.scheduler.num_pauses and cached > 2 * WINDOW
+    assert cached > 2 * WINDOW
+    if engine.pool.all_bytes:  # else slots of the first group take no memory, and are enough
+        assert engine.scheduler.num_pauses
     for got, own, prompt in zip(tokens, scores, prompts() * 2, strict=True):
         with torch.inference_mode():
             logits = model(input_ids=torch.tensor([prompt + got[:-1]]), use_cache=False).logits[0].float()
@@ -157,6 +159,40 @@ def test_long_request_keeps_its_window_alone(tmp_path):
             held.append(pool.capacity - pool.available)
     assert len(held) == 150 and max(held) <= held_slots(WINDOW, 256) + 24  # a chunk of the prompt
     assert WINDOW <= min(held[2:-2]) and max(held[2:]) <= held_slots(WINDOW, 256)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv", ["fp16", "int8", "int4"])
+def test_recorded_steps_on_a_gpu_give_the_answers_without_groups(kv, tmp_path, monkeypatch):
+    """Kernels read whole tiles: with the margin that they need, slots that nobody holds may hold NaN."""
+    monkeypatch.setattr(windows, "MARGIN", 64)  # of 16-bit values a tile has 64 keys
+    monkeypatch.setattr(sizing, "STEP_TOKENS", 64)
+    make("gemma3", tmp_path)
+    generator = torch.Generator().manual_seed(5)
+    asked = [torch.randint(4, 512, (n,), generator=generator).tolist() for n in (200, 150, 9, 200)]
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=0)
+
+    def run(poisoned):
+        limits = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "kv_cache_memory_bytes": 64 << 20}
+        engine = Engine(EngineConfig(str(tmp_path), kv=kv, device="cuda", dtype="bfloat16", **limits))
+        for i, prompt in enumerate(asked):
+            engine.add(str(i), prompt, params)
+        tokens, held = {}, 0
+        while engine.has_work:
+            if poisoned:
+                torch.cuda.synchronize()
+                poison(engine)
+                (pool,) = engine.scheduler.kv.windows
+                held = max(held, pool.capacity - pool.available)
+            for delta in engine.step():
+                assert delta.error is None
+                tokens[delta.request_id] = tokens.get(delta.request_id, ()) + delta.token_ids
+        return tokens, held
+
+    with_groups, held = run(True)
+    assert held < 3 * 200
+    without_groups(monkeypatch)
+    assert run(False)[0] == with_groups
 
 
 def test_windows_that_free_nothing_are_no_group(tmp_path, monkeypatch):

@@ -37,15 +37,15 @@ class Lookahead:
         ]
         self._note(request, len(seq))
 
-    def reach(self, request: Request, start: int, end: int) -> int:
+    def reach(self, request: Request, start: int, end: int, decoding: int = 0) -> int:
         """Give a request slots in window groups for the positions [start, end) of a step.
 
-        Returns how far there was room, at most `end`.
+        Returns how far there was room, at most `end`, beside the next slots of `decoding` other requests.
         """
         if not self._kv.windows:
             return end
         assert request.seq is not None
-        reached, given = self._kv.reach(request.seq, start, end)
+        reached, given = self._kv.reach(request.seq, start, end, GROW_TOKENS * decoding)
         for new in given:
             placement = Placement(request.row, new.start, new.slots, new.group)
             self._placed.setdefault(request.row, []).append(placement)

@@ -126,7 +126,11 @@ class Scheduler:
         cached = self.limits.max_cached_tokens
         prefilling: list[tuple[Request, Chunk]] = []
         for request in [r for r in self.running if r.num_computed < r.prefill_len]:
-            if budget > 0 and request.num_computed <= cached and (chunk := self._chunk(request, budget)):
+            if (
+                budget > 0
+                and request.num_computed <= cached
+                and (chunk := self._chunk(request, budget, len(decoding)))
+            ):
                 prefilling.append((request, chunk))
                 budget -= len(chunk.tokens)
                 cached -= chunk.start
@@ -136,7 +140,7 @@ class Scheduler:
             budget = 0
         while budget > 0 and (new := self._admit(cached)):
             admitted.append(Admission(new.row, new.sampling, new.prompt, tuple(new.output), new.first_turn))
-            chunk = self._chunk(new, budget)
+            chunk = self._chunk(new, budget, len(decoding))
             assert chunk is not None, "a request was admitted without room for a token"
             prefilling.append((new, chunk))
             budget -= len(chunk.tokens)
@@ -236,10 +240,13 @@ class Scheduler:
     def _first_turn(self, length: int) -> int:
         return first_turn(length, self.limits.short_context)
 
-    def _chunk(self, request: Request, budget: int) -> Chunk | None:
-        """Return the next tokens of a prefill, at most `budget`; None if window groups have no room."""
+    def _chunk(self, request: Request, budget: int, decoding: int) -> Chunk | None:
+        """Return the next tokens of a prefill, at most `budget`; None if window groups have no room.
+
+        They keep some for the `decoding` requests, which would pause this one as soon as they lack a slot.
+        """
         start = request.num_computed
-        end = self._lookahead.reach(request, start, min(start + budget, request.prefill_len))
+        end = self._lookahead.reach(request, start, min(start + budget, request.prefill_len), decoding)
         return request.chunk(end - start) if end > start else None
 
     def _make_room_for_first(self) -> Plan | None:
@@ -346,9 +353,11 @@ class Scheduler:
     def _windows_fit(self, cached: int) -> bool:
         """Return whether window groups have room for the request that joined the estimate last.
 
-        It needs one slot at once, beside those of its `cached` tokens that it attends.
+        It needs one slot at once, beside those of its `cached` tokens that it attends and those that
+        decoding requests soon need.
         """
-        room = all(pool.available > min(cached, pool.window) for pool in self.kv.windows)
+        soon = lookahead.GROW_TOKENS * len(self.running)
+        room = all(pool.available > min(cached, pool.window) + soon for pool in self.kv.windows)
         step = self.limits.max_num_batched_tokens
         return room and (self._growing is None or self._growing.fits_windows(step))
 
