@@ -24,6 +24,7 @@ from qrt.text.tokenizer import Tokenizer
 from qrt_calibrate.cli import main as calibrate
 from qrt_eval.cli import main as evaluate
 from qrt_eval.inputs.text import load_text
+from qrt_eval.quality.forward import PromptReader
 
 MODEL = str(real_model.FOLDER)
 TEXT = "wikitext" if ENV.data_folder else "pydoc"
@@ -99,26 +100,42 @@ def test_the_runtime_agrees_with_transformers(windows, logprobs):
         torch.testing.assert_close(found, expected, rtol=0, atol=2e-3)
 
 
-def divergences(tmp_path, *words):
-    """Return KL by KV format and model of `qrt-eval kld` over 2 windows of 512 tokens."""
+@pytest.mark.real
+def test_logits_and_greedy_tokens_are_those_of_transformers(windows):
+    theirs = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    llm = LLM(MODEL, dtype="float32", max_model_len=1024, enable_prefix_caching=False)
+    ids = windows[0, :512]
+    with torch.inference_mode():
+        wanted = theirs(ids[None]).logits[0]
+    logits = llm.engine.model.logits(torch.cat(list(PromptReader(llm).hidden(tuple(ids.tolist())))))
+    torch.testing.assert_close(logits, wanted, rtol=0, atol=1e-3)
+    params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
+    for prompt in windows[:3, :40]:
+        (answer,) = llm.generate([{"prompt_token_ids": prompt.tolist()}], params, use_tqdm=False)
+        made = theirs.generate(prompt[None], max_new_tokens=32, min_new_tokens=32, do_sample=False)
+        assert list(answer.outputs[0].token_ids) == made[0, 40:].tolist()
+
+
+def compared(tmp_path, *words):
+    """Return the runs of `qrt-eval kld`, by KV format and model, over 2 windows of 512 tokens."""
     out = tmp_path / "kld.json"
     common = ["kld", TEXT, "--baseline", MODEL, "--baseline-kv", "fp16", "--seqlen", "512", "--limit", "2"]
     assert evaluate([*common, *words, "--worst", "0", "--json", str(out)]) == 0
-    return [run["kl_mean"] for run in json.loads(out.read_text())["runs"]]
+    return json.loads(out.read_text())["runs"]
 
 
 @pytest.mark.real
 def test_quantized_kv(tmp_path):
-    int8, int4 = divergences(tmp_path, "--model", MODEL, "--kv", "int8", "int4")
-    assert int8 < 0.0005 and 0.002 < int4 < 0.05
+    int8, int4 = compared(tmp_path, "--model", MODEL, "--kv", "int8", "int4")
+    assert int8["kl_mean"] < 0.0005 and 0.002 < int4["kl_mean"] < 0.05
 
 
 @pytest.mark.real
 def test_int4_weights(tmp_path):
     out, few = str(tmp_path / "w4"), ["--n-samples", "8", "--seqlen", "256", "--eval-samples", "0"]
     assert calibrate(["--model", MODEL, "--bits", "4", "--group-size", "64", "--out", out, *few]) == 0
-    (kl,) = divergences(tmp_path, "--model", out, "--kv", "fp16")
-    assert kl < 0.1
+    (run,) = compared(tmp_path, "--model", out, "--kv", "fp16")
+    assert run["kl_mean"] < 0.1 and 1 < run["ppl"] / run["base_ppl"] < 1.07
 
 
 @pytest.mark.real
