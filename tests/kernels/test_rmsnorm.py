@@ -109,12 +109,16 @@ def test_what_is_added_is_normed_and_scaled(device, implementation, dtype, shape
         error = BOUND[dtype] * (before.double() + wide).abs() + 3 * BOUND[dtype] * wide.abs()
         assert ((residual.double() - before.double() - wide).abs() <= error).all()
         codes, token_scale = implementation.add_rmsnorm_int8(second, x, weight, EPS, *added)
-        assert torch.equal(second, residual)
+        exact = (
+            device.type == "cpu" or dtype != torch.float32
+        )  # two kernels may contract a * b + c differently
+        assert ((second.double() - residual.double()).abs() <= (0 if exact else error)).all()
         y = residual
         if weight is not None:
             y = implementation.add_rmsnorm(before.clone(), x, weight, EPS, *added)
             check(y, residual, weight)
-        if device.type == "cpu" or implementation is kernel:  # on a GPU torch divides by a number inexactly
+        # on a GPU torch divides by a number inexactly
+        if device.type == "cpu" or (implementation is kernel and exact):
             assert_quantized(codes, token_scale, y)
 
 
