@@ -9,6 +9,7 @@ from fake_decoder import run, tokens
 
 from qrt import EngineConfig, SamplingParams
 from qrt.engine.engine import Engine
+from qrt.engine.step.graphs import TokenSteps
 from zoo import make
 
 SHORT = 24  # the original context of the model in the zoo
@@ -63,6 +64,16 @@ def test_requests_of_all_lengths_at_once(model, settings):
     theirs, folder = model
     requests = {name: (PREFIX[:length], count) for name, (length, count) in LENGTHS.items()}
     check(engine_of(folder, **settings), theirs, requests)
+
+
+def test_padded_steps(model):
+    """As on a GPU, where steps are recorded; most are padded."""
+    theirs, folder = model
+    engine = engine_of(folder, overlap=True)
+    runner = engine.runner
+    runner.token_steps = TokenSteps(runner.model, runner.kv, runner.table, [4, 8], [32, 200])
+    requests = {name: (PREFIX[:length], count) for name, (length, count) in LENGTHS.items()}
+    check(engine, theirs, requests)
 
 
 def test_truth_is_what_transformers_generates(model):

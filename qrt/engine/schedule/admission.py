@@ -1,8 +1,8 @@
 """Decide whether the pool has room for one more request, by the most slots that all will hold at once.
 
-This is LightLLM's estimate (https://github.com/ModelTC/lightllm, "efficient router"). A request gives its
 This is LightLLM's estimate (https://github.com/ModelTC/lightllm, "efficient router"). A request returns its
-requests by the tokens that each still has to generate. The use of slots can only peak when one of them ends.
+slots when it ends, so all together need fewer than the sum of their ends. Sort the requests by the tokens
+that each still has to generate. The use of slots can only peak when one of them ends.
 """
 
 from __future__ import annotations
