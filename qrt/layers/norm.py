@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from torch import Tensor
 
+from qrt.kernels.layernorm import layernorm
 from qrt.kernels.rmsnorm import rmsnorm
 
 
@@ -41,9 +41,9 @@ class LayerNorm:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [..., K] -> the same shape and dtype, a new tensor; computed in fp32."""
-        normal = F.layer_norm(x.float(), x.shape[-1:], eps=self.eps)
-        if self.weight is not None:
-            normal = normal * self.weight.float()
+        if self.weight is None or self.weight.dim() == 1:
+            return layernorm(x, self.weight, self.bias, self.eps)
+        normal = layernorm(x.float(), None, None, self.eps) * self.weight.float()
         return (normal if self.bias is None else normal + self.bias.float()).to(x.dtype)
 
     def parameters(self) -> list[Tensor]:

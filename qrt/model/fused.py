@@ -32,12 +32,12 @@ from qrt.kernels.rmsnorm import embed_rmsnorm
 from qrt.kernels.step import KVLayer, StepMeta
 from qrt.layers.attention import Attention
 from qrt.layers.linear import Linear
-from qrt.layers.norm import NormLayer, normed
+from qrt.layers.norm import LayerNorm, NormLayer, RMSNorm, normed
 from qrt.layers.rope import RopeTables
 from qrt.mem.storage import KVStorage
 from qrt.model import merged
 from qrt.model.decoder import Decoder, DecoderLayer
-from qrt.model.merged import AddNorm, for_norm, int8_for_norm, rms_norm, takes_int8
+from qrt.model.merged import AddNorm, for_norm, int8_for_norm, takes_int8
 from qrt.model.unfused import unfused_part
 from qrt.quant.digits import GROUP, Digits, room_for
 from qrt.quant.kv import KV_FORMATS
@@ -71,9 +71,9 @@ class FusedDecoder(Decoder):
     def hidden(self, step: StepMeta, kv: KVStorage) -> Tensor:
         """Run one step, as `Decoder.hidden`."""
         first = self.layers[0]
-        norm, embed = rms_norm(first.norms.attention_in), self.embed
+        norm, embed = first.norms.attention_in, self.embed
         with launches_on(self.device):
-            if norm is not None and embed.scaled_rows:
+            if isinstance(norm, RMSNorm) and embed.scaled_rows:
                 residual, x = embed_rmsnorm(step.tokens, embed.weight, norm.weight, norm.eps, embed.scale)
             else:
                 residual = embed(step.tokens, step.positions)
@@ -125,6 +125,7 @@ class FusedLayer:
         """
         o, gate_up, down = self.layer.attention.o, self.layer.mlp.gate_up, self.layer.mlp.down
         joined = self.layer.mlp.gated and takes_int8(gate_up) == takes_int8(down)
+        joined = joined and not (self.layer.parallel and takes_int8(gate_up))
         sums = {
             name: Epilogue.PARTIAL_SUMS if merged.splits(linear, tokens) else Epilogue.PLAIN
             for name, linear in (("o", o), ("down", down))
@@ -165,6 +166,10 @@ class FusedLayer:
         """Add y, which may be split sums, to `residual` in place; return the MLP of it, as `for_norm`."""
         mlp = self.layer.mlp
         gate_up, down, act = mlp.gate_up, mlp.down, mlp.act
+        if self.layer.parallel:
+            out = self._mlp_beside(residual)
+            self.to_mlp.add(residual, y)
+            return out
         if mlp.gated and not takes_int8(gate_up) and not takes_int8(down):
             x = self.to_mlp(residual, y)
             return down(linear_act(x, gate_up.tensors, gate_up.bias, gate_up.scheme, act))
@@ -179,16 +184,26 @@ class FusedLayer:
         codes, scale = act_mul_int8(both, act, mlp.gated)
         return int8_for_norm(down, QuantizedTokens(codes, scale, both.dtype))
 
+    def _mlp_beside(self, residual: Tensor) -> Tensor:
+        """Return the MLP of `residual` before attention is added to it, as `for_norm`."""
+        mlp, x = self.layer.mlp, normed(self.to_mlp.norm, residual)
+        if not mlp.gated:
+            return for_norm(mlp.down, act_mul(mlp.gate_up(x), mlp.act, False))
+        gate_up = mlp.gate_up
+        return for_norm(mlp.down, linear_act(x, gate_up.tensors, gate_up.bias, gate_up.scheme, mlp.act))
+
 
 def _link(layer: DecoderLayer, to_mlp: AddNorm, to_next: AddNorm, next_qkv: Linear | None) -> Link | None:
     """Return what `chain` takes.
 
     Returns None where the products differ in scheme or the norms in eps, where one of the products other
-    than `next_qkv` has a bias, or where the mlp has no gate.
+    than `next_qkv` has a bias, where the mlp has no gate or stands beside attention, and for LayerNorm.
     """
     own = [layer.attention.o, layer.mlp.gate_up, layer.mlp.down]
     schemes = {linear.scheme for linear in own} | ({next_qkv.scheme} if next_qkv else set())
     norms = [to_mlp.behind, to_mlp.norm, to_next.behind, to_next.norm]
+    if layer.parallel or any(isinstance(norm, LayerNorm) for norm in norms):
+        return None
     attention_out, mlp_norm, mlp_out, last = (None if norm is None else norm.weight for norm in norms)
     eps = {norm.eps for norm in norms if norm is not None}
     if len(schemes) > 1 or len(eps) > 1 or not layer.mlp.gated:

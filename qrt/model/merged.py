@@ -6,10 +6,11 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from qrt.kernels.layernorm import add_layernorm, add_layernorm_int8
 from qrt.kernels.linear import linear_int8, linear_int8_shares, linear_shares
 from qrt.kernels.rmsnorm import add_normed, add_rmsnorm, add_rmsnorm_int8
 from qrt.layers.linear import Linear
-from qrt.layers.norm import NormLayer, RMSNorm
+from qrt.layers.norm import LayerNorm, NormLayer, RMSNorm
 from qrt.quant.tokens import QuantizedTokens
 from qrt.quant.weight import WEIGHT_SCHEMES
 
@@ -30,24 +31,37 @@ class AddNorm(NamedTuple):
 
     behind: RMSNorm | None
     scale: float
-    norm: RMSNorm | None
+    norm: NormLayer | None
 
     @classmethod
     def of(cls, behind: NormLayer | None, scale: float, norm: NormLayer | None) -> AddNorm:
         """Return it of norms that `unfused_part` has found to be known."""
-        return cls(rms_norm(behind), scale, rms_norm(norm))
+        assert behind is None or isinstance(behind, RMSNorm)
+        return cls(behind, scale, norm)
 
     def __call__(self, residual: Tensor, y: Tensor) -> Tensor:
         """Return x [T, H]."""
-        if self.norm is not None:
-            return add_rmsnorm(residual, y, self.norm.weight, self.norm.eps, *self._added())
-        add_normed(residual, y, *self._added())
+        norm = self.norm
+        if isinstance(norm, LayerNorm):
+            return add_layernorm(residual, y, norm.weight, norm.bias, norm.eps, *self._added())
+        if norm is not None:
+            return add_rmsnorm(residual, y, norm.weight, norm.eps, *self._added())
+        self.add(residual, y)
         return residual
+
+    def add(self, residual: Tensor, y: Tensor) -> None:
+        """Add alone."""
+        add_normed(residual, y, *self._added())
 
     def int8(self, residual: Tensor, y: Tensor) -> QuantizedTokens:
         """Return x as codes."""
-        weight, eps = (None, 0.0) if self.norm is None else (self.norm.weight, self.norm.eps)
-        codes, scale = add_rmsnorm_int8(residual, y, weight, eps, *self._added())
+        norm = self.norm
+        if isinstance(norm, LayerNorm):
+            own = norm.weight, norm.bias, norm.eps
+            codes, scale = add_layernorm_int8(residual, y, *own, *self._added())
+        else:
+            weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+            codes, scale = add_rmsnorm_int8(residual, y, weight, eps, *self._added())
         return QuantizedTokens(codes, scale, residual.dtype)
 
     def linear(self, linear: Linear, residual: Tensor, y: Tensor) -> Tensor:
@@ -60,12 +74,6 @@ class AddNorm(NamedTuple):
         if self.behind is None:
             return None, 0.0, self.scale
         return self.behind.weight, self.behind.eps, self.scale
-
-
-def rms_norm(norm: NormLayer | None) -> RMSNorm | None:
-    """Return a norm that `unfused_part` has found to be known."""
-    assert norm is None or isinstance(norm, RMSNorm)
-    return norm
 
 
 def takes_int8(linear: Linear) -> bool:

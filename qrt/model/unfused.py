@@ -7,17 +7,17 @@ from operator import attrgetter
 from qrt.layers.attention import Attention
 from qrt.layers.linear import Linear
 from qrt.layers.mlp import MLP
-from qrt.layers.norm import RMSNorm
+from qrt.layers.norm import LayerNorm, RMSNorm
 from qrt.model.decoder import Decoder, DecoderLayer
 
 # the parts of a layer that the kernels compute, by their exact classes: a subclass computes something else
 KNOWN_PARTS: dict[str, tuple[type, ...]] = {
-    "norms.attention_in": (RMSNorm, type(None)),
+    "norms.attention_in": (RMSNorm, LayerNorm, type(None)),
     "attention": (Attention,),
     "attention.qkv": (Linear,),
     "attention.o": (Linear,),
     "norms.attention_out": (RMSNorm, type(None)),
-    "norms.mlp_in": (RMSNorm, type(None)),
+    "norms.mlp_in": (RMSNorm, LayerNorm, type(None)),
     "mlp": (MLP,),
     "mlp.gate_up": (Linear,),
     "mlp.down": (Linear,),
@@ -34,8 +34,6 @@ def unfused_part(decoder: Decoder) -> str | None:
             part = attrgetter(name)(layer)
             if type(part) not in known:
                 return f"layer {i}: {name} is a {type(part).__name__}"
-        if layer.parallel:
-            return f"layer {i}: attention and mlp read the same norm or stream"
-    if type(decoder.norm) is not RMSNorm:
+    if type(decoder.norm) not in (RMSNorm, LayerNorm):
         return f"the last norm is a {type(decoder.norm).__name__}"
     return None

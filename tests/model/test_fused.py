@@ -145,10 +145,12 @@ def test_a_layer_of_several_schemes_is_not_chained(called):
     assert "chain" not in called
 
 
-# norms behind blocks (alone or also in front), norms in fp32, scaled embeddings and blocks, other mlps
+# norms behind blocks (alone or also in front), norms in fp32, scaled embeddings and blocks, other mlps;
+# LayerNorm with bias, without and without weight, blocks side by side
 OTHERS = {
     "Gemma2ForCausalLM": {}, "GemmaForCausalLM": {}, "Glm4ForCausalLM": {}, "Olmo2ForCausalLM": {},
-    "Exaone4ForCausalLM": {}, "ArceeForCausalLM": {},
+    "Exaone4ForCausalLM": {}, "ArceeForCausalLM": {}, "PhiForCausalLM": {}, "CohereForCausalLM": {},
+    "Starcoder2ForCausalLM": {}, "OlmoForCausalLM": {}, "GPTNeoXForCausalLM": {},
     "GraniteForCausalLM": {"residual_multiplier": 0.22, "embedding_multiplier": 12.0},
 }  # fmt: skip
 
@@ -168,8 +170,8 @@ def with_random_norms(model):
     gen = torch.Generator(model.device).manual_seed(3)
     for layer in model.layers:
         for norm in layer.norms:
-            if norm is not None:
-                norm.weight.mul_(1 + torch.rand(norm.weight.shape, generator=gen, device=model.device))
+            for part in () if norm is None else norm.parameters():
+                part.mul_(1 + torch.rand(part.shape, generator=gen, device=model.device))
     return model
 
 
@@ -185,11 +187,12 @@ def test_other_layers_fused_are_plain(name, scheme):
 def test_other_layers_for_a_gpu_are_plain(name, scheme, called):
     model = with_random_norms(make(scheme, config=other(name), dtype=torch.bfloat16))
     assert distance(model) < 0.04
+    layer, chained = model.layers[0], model.fused[0].link is not None
+    assert ("chain" in called) == (scheme == "w4a16" and chained)
+    summed = layer.parallel or (scheme == "w4a16" and layer.norms.mlp_in is None)  # without a norm or codes
+    assert ("add_normed" in called) == summed
     if scheme == "w8a8":
-        assert {"linear_shares", "linear_int8_shares"} <= called
-    else:
-        assert ("chain" in called) == model.layers[0].mlp.gated
-        assert ("add_normed" in called) == (model.layers[0].norms.mlp_in is None)
+        assert ("linear_shares" in called) == (layer.attention.o.bias is None)
 
 
 @pytest.mark.gpu

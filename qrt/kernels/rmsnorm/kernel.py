@@ -1,4 +1,4 @@
-"""RMSNorm in one pass: a program holds whole rows in registers, several of them if K is a short head.
+"""RMSNorm and LayerNorm in one pass: a program holds whole rows in registers, several if K is a short head.
 
 Rows may have gaps in memory, with one stride for tokens and one for heads. Results are dense.
 """
@@ -54,24 +54,26 @@ def _normal(x, weight, eps, K: tl.constexpr, WIDE: tl.constexpr, ADDED: tl.const
 
 @triton.jit(do_not_specialize=["ROWS"])
 def _rmsnorm(  # noqa: C901 -- its branches are constants
-    X, IDS, RESIDUAL, WEIGHT, INNER, Y, SCALES, ROWS, HEADS, token_stride, head_stride, residual_stride, eps,
-    inner_eps, factor,
+    X, IDS, RESIDUAL, WEIGHT, BIAS, INNER, Y, SCALES, ROWS, HEADS, token_stride, head_stride, residual_stride,
+    eps, inner_eps, factor,
     K: tl.constexpr, SHARES: tl.constexpr, INT8: tl.constexpr, ROOM: tl.constexpr, ASM: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_K: tl.constexpr, launch_pdl: tl.constexpr,
+    CENTRED: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_K: tl.constexpr, launch_pdl: tl.constexpr,
 ):  # fmt: skip
     """Grid (cdiv(ROWS, BLOCK_ROWS),): row r is head r % HEADS of token t = r // HEADS.
 
     The token's row in X is t, or IDS[t] if there are IDS. With SHARES, X [SHARES, ROWS, K] is summed first.
     With INNER, its norm with this weight takes the place of the row; with a factor, that times the factor.
     With IDS, RESIDUAL receives the row; without, the row is added to it. Without a WEIGHT the sum is not
-    normalized. Y may be absent. With INT8, it takes codes. With ROOM above 0, Y and SCALES are the tensors of
-    `Digits`.
+    normalized, unless CENTRED: then the norm is LayerNorm, with WEIGHT and BIAS if they are there. Y may be
+    absent. With INT8, it takes codes. With ROOM above 0, Y and SCALES are the tensors of `Digits`.
     """
     row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     k = tl.arange(0, BLOCK_K)
     inside = (row < ROWS)[:, None] & (k < K)[None, :]
     if WEIGHT is not None:
         weight = tl.load(WEIGHT + k, mask=k < K, other=0.0).to(tl.float32)
+    if BIAS is not None:
+        bias = tl.load(BIAS + k, mask=k < K, other=0.0).to(tl.float32)
     if INNER is not None:
         inner = tl.load(INNER + k, mask=k < K, other=0.0).to(tl.float32)
     if launch_pdl and IDS is not None:  # begins a step: no later kernel starts before `token_inputs` is done
@@ -97,7 +99,16 @@ def _rmsnorm(  # noqa: C901 -- its branches are constants
             x = (x.to(tl.float32) + tl.load(residual, mask=inside, other=0.0).to(tl.float32)).to(x.dtype)
         tl.store(residual, x, mask=inside)
     y = x
-    if WEIGHT is not None:
+    if CENTRED:
+        wide = x.to(tl.float32)
+        wide = tl.where((k < K)[None, :], wide - (tl.sum(wide, 1) / K)[:, None], 0.0)
+        wide *= tl.rsqrt(tl.sum(wide * wide, 1) / K + eps)[:, None]
+        if WEIGHT is not None:
+            wide *= weight[None, :]
+        if BIAS is not None:
+            wide += bias[None, :]
+        y = wide.to(x.dtype)
+    elif WEIGHT is not None:
         y = _normal(x, weight, eps, K, WEIGHT.dtype.element_ty == tl.float32, False, ASM)
     if ROOM > 0:  # x is zero beyond K
         group = tl.arange(0, BLOCK_K // GROUP)
@@ -114,12 +125,13 @@ def _rmsnorm(  # noqa: C901 -- its branches are constants
 def _launch(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, y: Tensor | None,
     scale: Tensor | None = None, ids: Tensor | None = None, inner: Tensor | None = None,
-    inner_eps: float = 0.0, factor: float = 1.0, shares: int = 0, room: int = 0,
+    inner_eps: float = 0.0, factor: float = 1.0, shares: int = 0, room: int = 0, centred: bool = False,
+    bias: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Write the norm of x [T, H, K] or [T, K], whose rows are dense, to the dense y.
 
     residual   [T, K] or None
-    weight     [K]; None: what is read is not normalized
+    weight     [K]; None: what is read is not normalized, unless `centred`
     y          None: nothing reads the norm
     scale      fp32 [T*H]: y is then int8
     ids        [T]: which rows of x to take
@@ -127,6 +139,7 @@ def _launch(
     factor     what x is multiplied by then
     shares     the number S of fp32 [T, K] that x [S, T, K] holds; 0 if x has no shares
     room       the padded token count of `Digits`, of which y and scale are the tensors; 0 for none
+    centred    the norm is LayerNorm, with this weight and bias [K] if they are there
     """
     if x.dim() == 3 and not shares:
         (tokens, heads, k), (token_stride, head_stride, _) = x.shape, x.stride()
@@ -141,23 +154,32 @@ def _launch(
     # digits: few tokens, so the latency of one program counts; else two programs must fit on an SM
     warps = (32 if room else 16) if block_k > _BLOCK_ELEMENTS else max(1, block_rows * block_k // 256)
     kernel = variant(
-        _rmsnorm, K=k, SHARES=shares, INT8=scale is not None, ROOM=room, ASM=COMPILED, BLOCK_ROWS=block_rows,
-        BLOCK_K=block_k, num_warps=warps, launch_pdl=overlaps(x.device),
+        _rmsnorm, K=k, SHARES=shares, INT8=scale is not None, ROOM=room, ASM=COMPILED, CENTRED=centred,
+        BLOCK_ROWS=block_rows, BLOCK_K=block_k, num_warps=warps, launch_pdl=overlaps(x.device),
     )  # fmt: skip
     kernel.launch(
-        (cdiv(rows, block_rows),), x, ids, residual, weight, inner, y, scale, rows, heads, token_stride,
-        head_stride, 0 if residual is None else residual.stride(0), None if weight is None else eps,
-        None if inner is None else inner_eps, None if factor == 1.0 else factor,
+        (cdiv(rows, block_rows),), x, ids, residual, weight, bias, inner, y, scale, rows, heads, token_stride,
+        head_stride, 0 if residual is None else residual.stride(0),
+        eps if centred or weight is not None else None, None if inner is None else inner_eps,
+        None if factor == 1.0 else factor,
     )  # fmt: skip
 
 
 def rmsnorm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Run `qrt::rmsnorm` on CUDA tensors; copy x first if it needs more than two leading strides."""
+    """Run `qrt::rmsnorm` on CUDA tensors."""
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    launch_rows(x, weight, eps, y)
+    return y
+
+
+def launch_rows(
+    x: Tensor, weight: Tensor | None, eps: float, y: Tensor, *, centred: bool = False,
+    bias: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Launch for x [..., K]; copy it first if it needs more than two leading strides."""
     dense = x if x.stride(-1) == 1 else x.contiguous()
     rows = dense if x.dim() in (2, 3) else dense.reshape(-1, x.shape[-1])
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _launch(rows, None, weight, eps, y)
-    return y
+    _launch(rows, None, weight, eps, y, centred=centred, bias=bias)
 
 
 def embed_rmsnorm(
@@ -175,7 +197,7 @@ def add_normed(
     residual: Tensor, x: Tensor, inner: Tensor | None = None, inner_eps: float = 0.0, scale: float = 1.0
 ) -> None:
     """Run `qrt::add_normed` on CUDA tensors."""
-    _launch_add(residual, x, None, 0.0, None, None, (inner, inner_eps, scale))
+    launch_add(residual, x, None, 0.0, None, None, (inner, inner_eps, scale))
 
 
 def add_rmsnorm(
@@ -184,7 +206,7 @@ def add_rmsnorm(
 ) -> Tensor:  # fmt: skip
     """Run `qrt::add_rmsnorm` on CUDA tensors."""
     y = torch.empty(residual.shape, dtype=residual.dtype, device=x.device)
-    _launch_add(residual, x, weight, eps, y, None, (inner, inner_eps, scale))
+    launch_add(residual, x, weight, eps, y, None, (inner, inner_eps, scale))
     return y
 
 
@@ -195,7 +217,7 @@ def add_rmsnorm_int8(
     """Run `qrt::add_rmsnorm_int8` on CUDA tensors."""
     codes = torch.empty(residual.shape, dtype=torch.int8, device=x.device)
     token_scale = torch.empty(residual.shape[0], dtype=torch.float32, device=x.device)
-    _launch_add(residual, x, weight, eps, codes, token_scale, (inner, inner_eps, scale))
+    launch_add(residual, x, weight, eps, codes, token_scale, (inner, inner_eps, scale))
     return codes, token_scale
 
 
@@ -205,17 +227,18 @@ def add_rmsnorm_digits(
 ) -> Digits:  # fmt: skip
     """Return `add_rmsnorm` as `Digits`, for T <= room tokens in bf16, with K a multiple of a group."""
     digits = Digits.empty(*residual.shape, room, x.device)
-    _launch_add(residual, x, weight, eps, digits.codes, digits.facts, (inner, eps, scale), room)
+    launch_add(residual, x, weight, eps, digits.codes, digits.facts, (inner, eps, scale), room)
     return digits
 
 
-def _launch_add(
+def launch_add(
     residual: Tensor, x: Tensor, weight: Tensor | None, eps: float, y: Tensor | None,
-    token_scale: Tensor | None, added: tuple[Tensor | None, float, float], room: int = 0,
+    token_scale: Tensor | None, added: tuple[Tensor | None, float, float], room: int = 0, *,
+    centred: bool = False, bias: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Launch with a residual; x is [T, K], or its shares fp32 [S, T, K]. `added`: inner, inner_eps, scale."""
     shares, (inner, inner_eps, factor) = x.shape[0] if x.dim() == 3 else 0, added
     _launch(
         x.contiguous(), residual, weight, eps, y, token_scale, inner=inner, inner_eps=inner_eps,
-        factor=factor, shares=shares, room=room,
+        factor=factor, shares=shares, room=room, centred=centred, bias=bias,
     )  # fmt: skip
