@@ -146,7 +146,9 @@ class Scheduler:
             budget -= len(chunk.tokens)
             cached -= chunk.start
         if not decoding and not prefilling:
-            return self._make_room_for_first()
+            # prompts alone never fill a window group: each keeps at most what it was admitted with
+            assert self._planned or not (self.running and self.kv.windows), "running requests without room"
+            return None
         if decoding and prefilling:
             self._fit(len(decoding), prefilling)
         decodes = tuple([request.decode() for request in decoding])
@@ -248,17 +250,6 @@ class Scheduler:
         start = request.num_computed
         end = self._lookahead.reach(request, start, min(start + budget, request.prefill_len), decoding)
         return request.chunk(end - start) if end > start else None
-
-    def _make_room_for_first(self) -> Plan | None:
-        """Plan a step after nothing could run; pause all requests but the first if they are in its way.
-
-        Only window groups can be full of prompts that are not yet computed.
-        """
-        if not self.kv.windows or self._planned or len(self.running) < 2:
-            return None
-        for request in self.running[:0:-1]:
-            self._pause(request)
-        return self.plan()
 
     def _move_on(self, decoding: list[Request], prefilling: list[tuple[Request, Chunk]]) -> None:
         """Advance the requests by what the planned step will do."""

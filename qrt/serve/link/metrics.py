@@ -240,7 +240,10 @@ class EngineMetrics(Collector):
         gauges = {
             "num_requests_running": ("Requests that run.", load["running"]),
             "num_requests_waiting": ("Requests that wait for their first or next step.", load["waiting"]),
-            "kv_cache_usage_perc": ("Slots that running requests hold, 1 = all.", load["kv_usage"]),
+            "kv_cache_usage_perc": (
+                "Slots that running requests hold, 1 = all; of the group of layers that is fullest.",
+                load["kv_usage"],
+            ),
         }
         for name, (text, value) in gauges.items():
             gauge = GaugeMetricFamily(f"qrt:{name}", text, labels=LABELS)

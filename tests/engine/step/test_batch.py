@@ -191,6 +191,17 @@ def test_the_padding_row_stays_on_the_pad_slot():
     assert t.slot_table.stride(0) % 16 == 0 and t.slot_table.shape[1] >= 70
 
 
+def test_each_group_of_layers_has_a_table_of_its_own():
+    t = RequestTable(4, 70, [123, 9], CPU)
+    assert (t.slot_tables[0] == 123).all() and (t.slot_tables[1] == 9).all()
+    t.write_slots([Placement(2, 3, ints(5, 6)), Placement(2, 4, ints(7, 8), 1)])
+    assert t.slot_table[2, 2:6].tolist() == [123, 5, 6, 123]
+    rows, positions = torch.tensor([2, 2, 4]), torch.tensor([4, 5, 0])
+    (window,) = t.windows(rows, positions)
+    assert t.slots(rows, positions).tolist() == [6, 123, 123] and window.slots.tolist() == [7, 8, 9]
+    assert window.slot_table.data_ptr() == t.slot_tables[1].data_ptr() and t.slot_tables[1, 2, 3] == 9
+
+
 def test_transfer_keeps_values_shapes_and_alignment(device):
     rng = np.random.default_rng(0)
     arrays = {
