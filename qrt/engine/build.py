@@ -240,13 +240,7 @@ def _runner(
     adjustments: Adjustments,
 ) -> Runner:
     """Return the runner; it records the steps of `sizes`, unless that is off."""
-    table = RequestTable(
-        limits.max_num_seqs,
-        limits.max_model_len,
-        kv.slots,
-        model.device,
-        short_context=limits.short_context,
-    )
+    table = RequestTable.of(limits, kv.slots, model.device)
     steps = None
     if sizes is not None:
         steps = TokenSteps(model, kv, table, *sizes, attend_cache=config.attend_cache)

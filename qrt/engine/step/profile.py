@@ -43,13 +43,7 @@ def peak_step_bytes(
     kv = KVStorage(formats, *shape, smoothing, groups=groups.of_layer)
     torch.cuda.reset_peak_memory_stats(model.device)
     before = torch.cuda.memory_allocated(model.device)
-    table = RequestTable(
-        limits.max_num_seqs,
-        limits.max_model_len,
-        kv.slots,
-        model.device,
-        short_context=limits.short_context,
-    )
+    table = RequestTable.of(limits, kv.slots, model.device)
     adjustments = Adjustments(config.vocab_size, (), model.device)
     runner, plan = Runner(model, kv, table, adjustments), largest_plan(limits, len(slots))
     with compiling():

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from qrt.engine.schedule.limits import Limits
 from qrt.engine.schedule.plan import Admission, Placement
 from qrt.engine.step.transfer import to_device
 from qrt.kernels.step import Places
@@ -65,6 +66,12 @@ class RequestTable:
         for table, pad in zip(self.slot_tables, pads, strict=True):
             table.fill_(pad)
         self.slot_table = self.slot_tables[0]
+
+    @classmethod
+    def of(cls, limits: Limits, pad_slots: Sequence[int], device: torch.device) -> RequestTable:
+        """Make the empty table of an engine with these limits."""
+        sizes = limits.max_num_seqs, limits.max_model_len
+        return cls(*sizes, pad_slots, device, short_context=limits.short_context)
 
     def admit(self, admitted: Sequence[Admission]) -> None:
         """Write the sampling parameters of requests that have just got a row, and how they turn."""

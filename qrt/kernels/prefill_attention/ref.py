@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from qrt.kernels.scores import softmax, weigh
+from qrt.kernels.scores import Scores, softmax, weigh
 from qrt.quant.kv import KV_FORMATS
 
 QUERIES = 256  # rows of the score matrix at a time
@@ -35,7 +35,7 @@ def prefill_attention(
     sinks: Tensor | None = None,
 ) -> None:
     """See the package's docstring; `tiles` and `num_cached` do not matter here."""
-    fmt = KV_FORMATS[format]
+    fmt, rule = KV_FORMATS[format], Scores(scale, window, softcap=softcap, slopes=slopes, sinks=sinks)
     chunks = zip(rows.tolist(), pairwise(query_start.tolist()), cached_start.diff().tolist(), strict=True)
     for row, bounds, cached in chunks:
         chunk = slice(*bounds)
@@ -44,31 +44,24 @@ def prefill_attention(
         keys, values = fmt.decode_ref(kv, slot_table[row, :cached])
         if not attend_cache:
             keys, values = torch.cat((keys, k[chunk].float())), torch.cat((values, v[chunk].float()))
-        attended = causal_attention(q[chunk].float() * scale, keys, values, window, softcap, slopes, sinks)
+        attended = causal_attention(q[chunk].float(), keys, values, rule)
         out[chunk] = fmt.from_basis(attended)
 
 
-def causal_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    window: int = 0,
-    softcap: float = 0.0,
-    slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, rule: Scores) -> Tensor:
     """Attend q [n, Hq, D], the last n of the L positions of k, v [L, Hkv, D] -> [n, Hq, D]; all fp32."""
-    n, L = len(q), len(k)
+    n, L, window = len(q), len(k), rule.window
+    q = q * rule.scale
     k, v = k.transpose(0, 1)[:, None], v.transpose(0, 1)[:, None]  # [Hkv, 1, L, D]
     queries = q.unflatten(1, (k.shape[0], -1)).permute(1, 2, 0, 3)  # [Hkv, G, n, D]
     position = torch.arange(L - n, L, device=q.device)
-    slopes = None if slopes is None else slopes.view(k.shape[0], -1, 1, 1)
-    sinks = None if sinks is None else sinks.view(k.shape[0], -1, 1)
+    slopes = None if rule.slopes is None else rule.slopes.view(k.shape[0], -1, 1, 1)
+    sinks = None if rule.sinks is None else rule.sinks.view(k.shape[0], -1, 1)
     parts = []
     for some, at in zip(queries.split(QUERIES, 2), position.split(QUERIES), strict=True):
         seen = int(at[-1]) + 1  # no query of this block sees more
         first = max(0, int(at[0]) + 1 - window) if window else 0  # nor less far back
         distance = at[:, None] - torch.arange(first, seen, device=q.device)
-        scores = weigh(some @ k[..., first:seen, :].mT, distance, window, softcap, slopes)
+        scores = weigh(some @ k[..., first:seen, :].mT, distance, window, rule.softcap, slopes)
         parts.append(softmax(scores, sinks) @ v[..., first:seen, :])
     return torch.cat(parts, 2).permute(2, 0, 1, 3).flatten(1, 2)
