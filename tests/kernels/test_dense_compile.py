@@ -1,4 +1,4 @@
-"""The kernels of linear, rmsnorm and act_mul compile for a GPU, on a machine that has none."""
+"""The kernels of linear, the norms and act_mul compile for a GPU, on a machine that has none."""
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from qrt.kernels.linear.int8.plans import HopperPlan
 from qrt.kernels.linear.tiles import plans as tile_plans
 from qrt.kernels.linear.tiles.device import constants_of
 from qrt.kernels.linear.tiles.wide_kernel import wide_product
+from qrt.kernels.layernorm.kernel import add_layernorm
 from qrt.kernels.rmsnorm.kernel import add_rmsnorm, embed_rmsnorm, rmsnorm
 from qrt.kernels.act_mul.kernel import act_mul, act_mul_int8
 from qrt.quant.tokens import QuantizedTokens
@@ -62,6 +63,7 @@ for plan, gated, shares in (
     hopper_product(x, weight, None, plan, "silu" if gated else None, shares)(x, None)
 rmsnorm(torch.empty(9, 12, 128, dtype=BF16)[:, :8], torch.empty(128, dtype=BF16), 1e-5)
 add_rmsnorm(*torch.empty(2, 9, 8192, dtype=FP16), torch.empty(8192, dtype=FP16), 1e-5)
+add_layernorm(*torch.empty(2, 9, 8192, dtype=BF16), *torch.empty(2, 8192, dtype=BF16), 1e-5)
 add_rmsnorm(torch.empty(9, 8192, dtype=FP16), torch.empty(2, 9, 8192), torch.empty(8192, dtype=FP16), 1e-5)
 table = torch.empty(99, 4096, dtype=BF16)
 embed_rmsnorm(torch.zeros(9, dtype=torch.int64), table, table[0], 1e-5)
@@ -75,5 +77,5 @@ act_mul_int8(torch.empty(9, 28672, dtype=BF16), "silu")
 def test_dense_kernels_compile():
     assert compiled(CODE) == {
         "_fused": 5, "_wide": 5, "_dequantize": 4, "_quantize_tokens": 2, "_int8_gemm": 2,
-        "_hopper_int8": 8, "_rmsnorm": 4, "_act_mul": 1, "_act_mul_int8": 1,
+        "_hopper_int8": 8, "_rmsnorm": 5, "_act_mul": 1, "_act_mul_int8": 1,
     }  # fmt: skip

@@ -69,7 +69,8 @@ def test_sums_are_normed_and_quantized(device, implementation, dtype, shape):
         assert ((residual.double() - exact).abs() <= near).all()
         check(y, residual, weight, bias)
         codes, scale = implementation.add_layernorm_int8(second, added, weight, bias, EPS, None, 0.0, 0.5)
-        assert torch.equal(second, residual) and codes.dtype == torch.int8 and scale.dtype == torch.float32
+        assert codes.dtype == torch.int8 and scale.dtype == torch.float32
+        assert torch.equal(second, residual)
         if y.device.type == "cpu":  # on a GPU torch divides by a number inexactly
             want, want_scale = affine.quantize_tokens(y)
             assert torch.equal(codes, want) and torch.equal(scale, want_scale[:, 0])

@@ -11,42 +11,26 @@ All is fp32 before the one rounding to x's dtype.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
 from qrt.kernels.layernorm import ref
 from qrt.kernels.op import define
-
-
-def _fake(x: Tensor) -> Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
-
-
-def _fake_add(residual: Tensor) -> Tensor:
-    return _fake(residual)
-
-
-def _fake_int8(residual: Tensor) -> tuple[Tensor, Tensor]:
-    codes = torch.empty(residual.shape, dtype=torch.int8, device=residual.device)
-    return codes, residual.new_empty(residual.shape[0], dtype=torch.float32)
-
+from qrt.kernels.rmsnorm import fake, fake_add, fake_int8
 
 layernorm = define(
     ref.layernorm,
     triton="qrt.kernels.layernorm.kernel:layernorm",
-    fake=_fake,
+    fake=fake,
 )
 
 add_layernorm = define(
     ref.add_layernorm,
     triton="qrt.kernels.layernorm.kernel:add_layernorm",
-    fake=_fake_add,
+    fake=fake_add,
     mutates=["residual"],
 )
 
 add_layernorm_int8 = define(
     ref.add_layernorm_int8,
     triton="qrt.kernels.layernorm.kernel:add_layernorm_int8",
-    fake=_fake_int8,
+    fake=fake_int8,
     mutates=["residual"],
 )

@@ -25,7 +25,8 @@ from qrt.kernels.op import define
 from qrt.kernels.rmsnorm import ref
 
 
-def _fake(x: Tensor) -> Tensor:
+def fake(x: Tensor) -> Tensor:
+    """Return the result of a norm, without data."""
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
@@ -34,14 +35,15 @@ def _fake_embed(ids: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
     return rows, torch.empty_like(rows)
 
 
-def _fake_add(residual: Tensor) -> Tensor:
-    return _fake(residual)
+def fake_add(residual: Tensor) -> Tensor:
+    """Return the norm of a sum, without data."""
+    return fake(residual)
 
 
 rmsnorm = define(
     ref.rmsnorm,
     triton="qrt.kernels.rmsnorm.kernel:rmsnorm",
-    fake=_fake,
+    fake=fake,
 )
 
 embed_rmsnorm = define(
@@ -59,12 +61,13 @@ add_normed = define(
 add_rmsnorm = define(
     ref.add_rmsnorm,
     triton="qrt.kernels.rmsnorm.kernel:add_rmsnorm",
-    fake=_fake_add,
+    fake=fake_add,
     mutates=["residual"],
 )
 
 
-def _fake_int8(residual: Tensor) -> tuple[Tensor, Tensor]:
+def fake_int8(residual: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the codes of a norm and their scale, without data."""
     codes = torch.empty(residual.shape, dtype=torch.int8, device=residual.device)
     return codes, residual.new_empty(residual.shape[0], dtype=torch.float32)
 
@@ -72,6 +75,6 @@ def _fake_int8(residual: Tensor) -> tuple[Tensor, Tensor]:
 add_rmsnorm_int8 = define(
     ref.add_rmsnorm_int8,
     triton="qrt.kernels.rmsnorm.kernel:add_rmsnorm_int8",
-    fake=_fake_int8,
+    fake=fake_int8,
     mutates=["residual"],
 )
