@@ -17,7 +17,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from qrt.mem.prefix import Match, Node, RadixCache
+from qrt.mem.nodes import Match, Node
+from qrt.mem.prefix import RadixCache
 from qrt.mem.slots import RUN, Ints, SlotAllocator
 from qrt.mem.windows import NONE, Given, Held, WindowSlots, longest_prefix
 
@@ -183,7 +184,7 @@ class KVManager:
             need = min(end - at, pool.available - spare)
             if need > 0:
                 if need > pool.num_free:
-                    self._cache.evict_window(group, max(need - pool.num_free, pool.capacity // 64))
+                    self._cache.windows.evict(group, max(need - pool.num_free, pool.capacity // 64))
                 slots = pool.take(need, held.slots.item(-1) if len(held.slots) else None)
                 held.slots = np.concatenate([held.slots, slots])
                 given.append(Given(1 + group, at, slots))
@@ -207,7 +208,7 @@ class KVManager:
                 taken = self._share(seq, match)
                 self._publish(seq, ids)
         if self.windows:
-            self._cache.fill(self._cache.match(ids, seq.salt), seq.windows)
+            self._cache.windows.fill(self._cache.match(ids, seq.salt), seq.windows)
         return taken
 
     def release(self, seq: SequenceKV, ids: Sequence[int] | Ints, keep: bool = True) -> None:
@@ -231,7 +232,7 @@ class KVManager:
             if len(ids) > seq.num_cached:
                 unused = np.concatenate([duplicates, unwritten])
             if self.windows:
-                self._cache.fill(self._cache.match(ids, seq.salt), seq.windows)
+                self._cache.windows.fill(self._cache.match(ids, seq.salt), seq.windows)
         for pool, held in zip(self.windows, seq.windows, strict=True):
             pool.drop(held.slots)
         self._slots.free(unused)
@@ -268,14 +269,14 @@ class KVManager:
         match = self._cache.match(ids, salt)
         if not match.length or not self.windows:
             return match
-        found = [self._cache.window_slots(match, group) for group in range(len(self.windows))]
+        found = [self._cache.windows.slots(match, group) for group in range(len(self.windows))]
         length = longest_prefix(found, [pool.window for pool in self.windows], match.length)
         return match if length == match.length else self._cache.match(ids[:length], salt)
 
     def _held(self, node: Node, length: int, group: int) -> Held:
         """Let a new sequence hold what its first token attends of a cached prefix of `length` tokens."""
         first = max(0, length - self.windows[group].window + 1)
-        return Held(first, self._cache.hold_window(node, length - first, group))
+        return Held(first, self._cache.windows.hold(node, length - first, group))
 
     def _publish(self, seq: SequenceKV, ids: Ints) -> bool:
         """Publish the tokens that `seq` does not share yet; return False if another sequence was first."""
