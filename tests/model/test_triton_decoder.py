@@ -99,17 +99,18 @@ def test_layers_by_chain_are_the_same(architecture, biased, tmp_path, monkeypatc
 
 @pytest.mark.gpu
 @pytest.mark.ptx(kv=["int8"], decodes=[1])
-@pytest.mark.ptx(kv=["fp16"])
+@pytest.mark.ptx(kv=["fp16"], architecture=["Qwen2ForCausalLM"])
+@pytest.mark.parametrize("architecture", ["Qwen2ForCausalLM", "Gemma2ForCausalLM"])
 @pytest.mark.parametrize(
     ("kv", "decodes", "heads"),
     [("int8", 1, 4), ("int8", 5, 4), ("fp16", 9, 2), ("int4", 3, 4), ("k8v4", 9, 4)],
 )
-def test_decodes_by_chain(kv, decodes, heads, tmp_path, device, monkeypatch, request):
+def test_decodes_by_chain(kv, decodes, heads, architecture, tmp_path, device, monkeypatch, request):
     """In bf16: one token by one kernel a layer, a few by six or seven, in which attention stores K and V and
     leaves digits where a head is a group of them; kernels start before the one before ends."""
     sizes = {"hidden_size": 256, "num_attention_heads": heads, "intermediate_size": 256}
     sizes["num_key_value_heads"] = heads // 2
-    plain = random_checkpoint(tmp_path / "plain", "Qwen2ForCausalLM", dtype=torch.bfloat16, **sizes)
+    plain = random_checkpoint(tmp_path / "plain", architecture, dtype=torch.bfloat16, **sizes)
     folder = tmp_path / "quantized"
     quantize_checkpoint(plain, folder, "w4a16", GRIDS["w4a16"])
 
