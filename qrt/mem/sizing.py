@@ -12,7 +12,7 @@ import torch
 
 from qrt.errors import ConfigError, UnsupportedError
 from qrt.mem.slots import RUN
-from qrt.mem.windows import LayerGroups, held_slots
+from qrt.mem.windows import LayerGroups, held_slots, step_room, step_slots
 from qrt.quant.kv import KV_FORMATS, KVFormat
 
 GIB = 1 << 30
@@ -21,7 +21,6 @@ LEAST_SEQS, MOST_SEQS = 256, 1024
 USUAL_TOKENS = 1024  # assumed length of a request, to estimate how many fit
 TABLE_BYTES = 1 << 29  # largest request table by default
 CPU_BUDGET_BYTES = 4 * GIB  # size of the pool on a CPU by default
-STEP_TOKENS = 2048  # tokens of a step for which window groups have room beside what decoding requests keep
 PAD_SLOTS = 16  # slots after the pool: one takes the writes of padded rows; 16 keep strides aligned
 
 
@@ -52,7 +51,9 @@ class PoolSize:
     def fitting(self, length: float) -> float:
         """Return how many requests of `length` tokens fit into the pool."""
         found = [self.num_slots / length]
-        found += [slots / held_slots(window, math.ceil(length)) for window, slots, _ in self.windows]
+        for window, slots, _ in self.windows:
+            step = step_room(window, self.max_model_len, slots)
+            found.append((slots - step) / held_slots(window, math.ceil(length)))
         return min(found)
 
     @property
@@ -148,7 +149,7 @@ class _Layout(NamedTuple):
         found = []
         for window in self.windows:
             each = held_slots(window, length)
-            slots = requests * each + min(STEP_TOKENS, length - each)
+            slots = requests * each + step_slots(window, length)
             found.append(-(-slots // RUN) * RUN)
         return found
 

@@ -20,12 +20,23 @@ from qrt.mem.slots import RUN, Ints, SlotAllocator
 # that ends a little before the newest token is found in the cache, too.
 MARGIN = 128
 AHEAD = 64  # most tokens that are neither in the window nor in MARGIN: slots ahead, and not yet freed
+STEP_TOKENS = 2048  # tokens of a step for which a group has room beside what decoding requests hold
 NONE = -1  # in place of a slot: the token has none
 
 
 def held_slots(window: int, length: int) -> int:
     """Return the most slots of a group that a request of `length` tokens holds while it decodes."""
     return min(length, window + MARGIN + AHEAD) if window else length
+
+
+def step_slots(window: int, length: int) -> int:
+    """Return the slots for a step with a prompt of at most `length` tokens, beside `held_slots`."""
+    return min(STEP_TOKENS, length - held_slots(window, length))
+
+
+def step_room(window: int, length: int, capacity: int) -> int:
+    """Return how many of `capacity` slots admission leaves for steps: `step_slots`, at most an eighth."""
+    return min(step_slots(window, length), capacity // 8)
 
 
 @dataclass(frozen=True)

@@ -160,7 +160,7 @@ def windowed(rng, monkeypatch):
     """A model with a window of a few tokens, for requests that keep hardly more."""
     monkeypatch.setattr(windows, "MARGIN", rng.choice([0, 3]))
     monkeypatch.setattr(windows, "AHEAD", 15)
-    monkeypatch.setattr(sizing, "STEP_TOKENS", rng.choice([1, 8]))
+    monkeypatch.setattr(windows, "STEP_TOKENS", rng.choice([1, 8]))
     if rng.random() < 0.5:  # windows run out of slots before the other group does
         monkeypatch.setattr(sizing, "_divided", lambda budget, sizes, least, most: [most[0], least[1]])
     return WindowedDecoder(rng.choice([1, 2, 6, 9]), rng.choice([0, 0, 20]))
@@ -262,6 +262,25 @@ def test_conservative_admission_never_pauses(admission_mode, window, monkeypatch
         engine.add(str(i), [i, 2, 3, 4], params)
     run(engine)
     assert (engine.scheduler.num_pauses == 0) is (admission_mode == "conservative")
+
+
+@pytest.mark.parametrize("max_model_len", [40, 250])
+@pytest.mark.parametrize("batched", [64, 8192])
+def test_all_requests_run_at_once_where_memory_is_enough(batched, max_model_len, monkeypatch):
+    """With as many slots of windows as can be used, requests of full length all decode at once."""
+    monkeypatch.setattr(windows, "MARGIN", 0)
+    monkeypatch.setattr(windows, "AHEAD", 12)
+    monkeypatch.setattr(lookahead, "GROW_TOKENS", 4)
+    limits = {"max_model_len": max_model_len, "max_num_seqs": 16, "max_num_batched_tokens": batched}
+    engine = fake_engine(WindowedDecoder(8), pool=1 << 14, admission="conservative", **limits)
+    params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True, logit_bias={EOS: -100.0})
+    for i in range(16):
+        engine.add(str(i), [i] * (max_model_len * 6 // 10), params)
+    decoding = 0
+    while engine.has_work:
+        engine.step()
+        decoding = max(decoding, sum(request.decoding for request in engine.scheduler.running))
+    assert decoding == 16 and engine.scheduler.num_pauses == 0
 
 
 @pytest.mark.parametrize("overlap", [True, False])

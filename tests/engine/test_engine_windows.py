@@ -35,7 +35,7 @@ def small_windows(monkeypatch):
     monkeypatch.setattr(windows, "MARGIN", 2)
     monkeypatch.setattr(windows, "AHEAD", 12)
     monkeypatch.setattr(lookahead, "GROW_TOKENS", 4)
-    monkeypatch.setattr(sizing, "STEP_TOKENS", 16)
+    monkeypatch.setattr(windows, "STEP_TOKENS", 16)
     monkeypatch.setattr(admission, "expected_output", lambda done, most, conservative: done)
 
 
@@ -166,7 +166,7 @@ def test_long_request_keeps_its_window_alone(tmp_path):
 def test_recorded_steps_on_a_gpu_give_the_answers_without_groups(kv, tmp_path, monkeypatch):
     """Kernels read whole tiles: with the margin that they need, slots that nobody holds may hold NaN."""
     monkeypatch.setattr(windows, "MARGIN", 64)  # of 16-bit values a tile has 64 keys
-    monkeypatch.setattr(sizing, "STEP_TOKENS", 64)
+    monkeypatch.setattr(windows, "STEP_TOKENS", 64)
     make("gemma3", tmp_path)
     generator = torch.Generator().manual_seed(5)
     asked = [torch.randint(4, 512, (n,), generator=generator).tolist() for n in (200, 150, 9, 200)]

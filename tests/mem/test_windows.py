@@ -175,7 +175,8 @@ def test_division_of_memory(budget, max_num_seqs, length, kv):
     for tokens in (100, 1024, 5000, length):
         if tokens <= length:
             best = budget * GIB / (tokens * all_bytes + held_slots(1024, tokens) * window_bytes)
-            assert size.fitting(tokens) >= 0.98 * min(best / 2, max_num_seqs)
+            room = 7 / 8  # the rest is for a step
+            assert size.fitting(tokens) >= 0.98 * min(room * best / 2, max_num_seqs)
 
 
 def test_model_of_windows_alone_has_no_memory_for_other_layers():
@@ -185,7 +186,7 @@ def test_model_of_windows_alone_has_no_memory_for_other_layers():
     window, slots, per_slot = size.windows[0]
     assert size.all_bytes == 0 and size.num_slots / 32_768 == pytest.approx(slots / 4288, rel=1e-3)
     assert (window, per_slot, slots) == (4096, 32 * 4096, (4 * GIB // per_slot - 16) // 16 * 16)
-    assert size.concurrency == pytest.approx(slots / (4096 + MARGIN + 64))
+    assert size.concurrency == pytest.approx((slots - 2048) / (4096 + MARGIN + 64))
 
 
 def test_remedies_for_a_pool_of_windows():

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from qrt.engine.schedule.request import ALL, Request
-from qrt.mem.windows import WindowSlots, held_slots
+from qrt.mem.windows import WindowSlots, held_slots, step_room
 
 Counts = NDArray[np.int64]
 
@@ -70,13 +70,13 @@ class Growing:
             return most
         return _peak(self._held[::-1], self._left[::-1], slack) - self._slots
 
-    def fits_windows(self, step_tokens: int) -> bool:
+    def fits_windows(self, max_model_len: int) -> bool:
         """Return whether window groups hold what all requests are expected to keep there at their ends.
 
-        Beside that there must be room for a step of `step_tokens`, or in a small pool an eighth of it.
+        Beside that they need room for a step with a prompt.
         """
         return all(
-            held + min(step_tokens, pool.capacity // 8) <= pool.capacity
+            held + step_room(pool.window, max_model_len, pool.capacity) <= pool.capacity
             for held, pool in zip(self._held_in_windows, self._windows, strict=True)
         )
 

@@ -309,9 +309,11 @@ class Scheduler:
         cached = self.kv.cached(ids, request.salt) if reuse else 0
         if cached > room or reuse and self._unpublished.shares(request, ids, cached):
             return None
+        if not self._has_window_slots(cached):  # which a chunk of another prompt may take for a moment
+            return None
         spare = self._spare(request, len(ids), cached) if self.running else 0
         seq = None
-        if self._windows_fit(cached):
+        if self._growing is None or self._growing.fits_windows(self.limits.max_model_len):
             seq = self.kv.start(ids, reuse=reuse, spare=spare, salt=request.salt)
         if seq is None:
             self._refused, self._patience = request, PATIENCE
@@ -341,16 +343,13 @@ class Scheduler:
         slack = lookahead.GROW_TOKENS + self._growing.prefill // budget
         return self._growing.spare(slack, self.kv.available - num_tokens)
 
-    def _windows_fit(self, cached: int) -> bool:
-        """Return whether window groups have room for the request that joined the estimate last.
+    def _has_window_slots(self, cached: int) -> bool:
+        """Return whether window groups have a slot for a new request now.
 
-        It needs one slot at once, beside those of its `cached` tokens that it attends and those that
-        decoding requests soon need.
+        It comes beside those of its `cached` tokens that it attends, and those that others soon need.
         """
         soon = lookahead.GROW_TOKENS * len(self.running)
-        room = all(pool.available > min(cached, pool.window) + soon for pool in self.kv.windows)
-        step = self.limits.max_num_batched_tokens
-        return room and (self._growing is None or self._growing.fits_windows(step))
+        return all(pool.available > min(cached, pool.window) + soon for pool in self.kv.windows)
 
     def _fit(self, decodes: int, prefilling: list[tuple[Request, Chunk]]) -> None:
         """Shorten the last chunk if the step is nearer to the padded size below than to the one above.

@@ -7,7 +7,7 @@ import torch
 
 from qrt.config import EngineConfig
 from qrt.engine.engine import Engine
-from qrt.mem import sizing, windows
+from qrt.mem import windows
 from qrt_eval.quality.forward import PromptReader
 from zoo import make
 
@@ -36,7 +36,7 @@ def test_states_are_those_of_transformers(name, tmp_path, monkeypatch):
     """A prompt goes through the slots of a window group again and again."""
     monkeypatch.setattr(windows, "MARGIN", 0)
     monkeypatch.setattr(windows, "AHEAD", 8)
-    monkeypatch.setattr(sizing, "STEP_TOKENS", 24)
+    monkeypatch.setattr(windows, "STEP_TOKENS", 24)
     model = make(name, tmp_path)
     config = EngineConfig(str(tmp_path), device="cpu", enable_prefix_caching=False, max_num_seqs=1)
     engine = Engine(config)
