@@ -173,8 +173,8 @@ def pool_size(
 
     `formats` [layers]; `dtype` is the model's. Groups of layers get equal shares of the memory, but none less
     than one request needs or more than all requests can use. So of requests of any length, a pool of two
-    groups holds at least half as many as any other division does, or one. Raises ConfigError when one request
-    of `max_model_len` tokens does not fit.
+    groups holds about half as many as the best division does, or more. Raises ConfigError when one request of
+    `max_model_len` tokens does not fit.
     """
     groups = groups or LayerGroups.of([0] * len(formats), max_model_len)
 
