@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -39,6 +39,18 @@ ACTIVATIONS = {
     "xielu": "xielu",
 }
 
+# fields that families often have otherwise; then Llama's entry is not read
+READ: Mapping[str, Callable[[Entries], Any]] = {
+    "layers": lambda c: full(c),
+    "norm": lambda c: Norm(number(c, "rms_norm_eps")),
+    "act": lambda c: activation(c),
+    "qkv_bias": lambda c: typed(c, "attention_bias", bool),
+    "o_bias": lambda c: typed(c, "attention_bias", bool),
+    "mlp_bias": lambda c: typed(c, "mlp_bias", bool),
+    "intermediate_size": lambda c: positive(c, "intermediate_size"),
+    "max_position": lambda c: positive(c, "max_position_embeddings"),
+}
+
 
 def llama(c: Entries, **changes: Any) -> Arch:
     """Read Llama's entries; `changes` are the fields of `Arch` that a family has otherwise."""
@@ -46,30 +58,12 @@ def llama(c: Entries, **changes: Any) -> Arch:
     hidden, heads = positive(c, "hidden_size"), positive(c, "num_attention_heads")
     whole = c["head_dim"] is None and c.default("head_dim") is None
     head_dim = hidden // heads if whole else positive(c, "head_dim")
-    for field, entry in (
-        ("qkv_bias", "attention_bias"),
-        ("o_bias", "attention_bias"),
-        ("mlp_bias", "mlp_bias"),
-    ):
-        if field not in changes:
-            changes[field] = typed(c, entry, bool)
-    if "layers" not in changes:
-        changes["layers"] = full(c)
-    if "norm" not in changes:
-        changes["norm"] = Norm(number(c, "rms_norm_eps"))
-    if "act" not in changes:
-        changes["act"] = activation(c)
     if "ropes" not in changes:
         turned, longest = rope(c, head_dim, positive(c, "max_position_embeddings"))
         changes = {"max_position": longest, **changes, "ropes": {"all": turned}}
+    changes |= {field: read(c) for field, read in READ.items() if field not in changes}
     sizes = {"num_heads": heads, "head_dim": head_dim, "hidden_size": hidden}
     sizes["num_kv_heads"] = heads if c["num_key_value_heads"] is None else positive(c, "num_key_value_heads")
-    for field, entry in (
-        ("intermediate_size", "intermediate_size"),
-        ("max_position", "max_position_embeddings"),
-    ):
-        if field not in changes:
-            changes[field] = positive(c, entry)
     return Arch(
         name=c.architecture,
         vocab_size=positive(c, "vocab_size"),
