@@ -44,15 +44,16 @@ class WeightSource(Protocol):
         """Return whether there is a tensor `name`."""
 
 
-def build(arch: Arch, weights: WeightSource, *, progress: str) -> Decoder:
-    """Build the decoder layer by layer, with a progress bar on stderr called `progress`.
+def build(arch: Arch, weights: WeightSource, *, progress: str | None) -> Decoder:
+    """Build the decoder layer by layer, with a progress bar on stderr called `progress`; None: without.
 
     Its steps run fused where `qrt.model.fused` can run its layers, else plainly.
     """
     ropes = _Ropes(arch, weights.device)
     embed = _embedding(arch, weights)
     layers = [
-        _Layer(arch, weights, i, ropes).layer() for i in tqdm(range(arch.num_layers), progress, unit="layer")
+        _Layer(arch, weights, i, ropes).layer()
+        for i in tqdm(range(arch.num_layers), progress, unit="layer", disable=progress is None)
     ]
     norm = norm_layer(arch, weights, arch.names.norm, arch.hidden_size)
     head = Stack((arch.names.head,), (arch.vocab_size,), arch.hidden_size, arch.head_bias)

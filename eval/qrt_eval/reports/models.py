@@ -13,8 +13,9 @@ from rich.table import Table
 
 from qrt.arch import ARCHS, Arch
 from qrt.arch.runnable import read_arch
+from qrt.model.build import build
 from qrt.model.decoder import Decoder
-from qrt.model.random import random_model
+from qrt.model.random import RandomWeights
 from qrt.model.unfused import unfused_part
 from qrt_calibrate.job.calibrated import uncalibrated
 from qrt_eval.results.console import show
@@ -86,9 +87,8 @@ def _row(name: str) -> Row:
 def _small(arch: Arch) -> Decoder:
     """Return a decoder of one layer with small random weights."""
     sizes: dict[str, Any] = {**SMALL, "num_heads": 2, "num_kv_heads": 2, "alibi": arch.alibi[:2]}
-    return random_model(
-        replace(arch.of_layers(1), **sizes), "fp16", device=torch.device("cpu"), dtype=torch.float32
-    )
+    weights = RandomWeights(lambda module: ("fp16", None), torch.device("cpu"), torch.float32)
+    return build(replace(arch.of_layers(1), **sizes), weights, progress=None)
 
 
 def _yes(fact: bool) -> str:
