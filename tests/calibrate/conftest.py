@@ -6,8 +6,9 @@ import inspect
 import pytest
 import torch
 
+from byte_tokenizer import save_tokenizer
 from qrt_calibrate.text.text import read_texts
-from tiny_models import random_checkpoint, save_tokenizer
+from tiny_models import random_checkpoint
 
 
 @pytest.fixture(scope="session")

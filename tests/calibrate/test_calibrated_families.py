@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import qrt
+from byte_tokenizer import save_tokenizer
 from hand_steps import Requests
 from qrt.arch.runnable import read_arch
 from qrt.errors import UnsupportedError
@@ -14,7 +15,6 @@ from qrt.model.stacks import part_rows
 from qrt.quant.checkpoint import open_checkpoint
 from qrt_calibrate.model.executor import LayerExecutor
 from qrt_calibrate.rounding.fold import Pair
-from tiny_models import save_tokenizer
 from truth import ours
 from zoo import MODELS, make
 

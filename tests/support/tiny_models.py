@@ -12,9 +12,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast
 
 from qrt.quant.affine import choose_qparams, quantize
 from qrt.quant.checkpoint import CheckpointWriter, open_checkpoint
@@ -122,14 +120,3 @@ def quantize_checkpoint(
                 written[module] = WeightData(codes, scale, zero, bias=bias, bits=spec.bits)
                 writer.add_linear(module, written[module])
     return written
-
-
-def save_tokenizer(folder):
-    """A byte-level tokenizer of 256 bytes, <s> and </s>."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {token: index for index, token in enumerate([*alphabet, "<s>", "</s>"])}
-    tokenizer = Tokenizer(models.BPE(vocab, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
-    wrapped.save_pretrained(folder)
