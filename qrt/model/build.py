@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Protocol
 
 import torch
@@ -51,10 +52,10 @@ def build(arch: Arch, weights: WeightSource, *, progress: str | None) -> Decoder
     """
     ropes = _Ropes(arch, weights.device)
     embed = _embedding(arch, weights)
-    layers = [
-        _Layer(arch, weights, i, ropes).layer()
-        for i in tqdm(range(arch.num_layers), progress, unit="layer", disable=progress is None)
-    ]
+    indices: Iterable[int] = range(arch.num_layers)
+    if progress is not None:  # `disable` would override TQDM_DISABLE
+        indices = tqdm(indices, progress, unit="layer")
+    layers = [_Layer(arch, weights, i, ropes).layer() for i in indices]
     norm = norm_layer(arch, weights, arch.names.norm, arch.hidden_size)
     head = Stack((arch.names.head,), (arch.vocab_size,), arch.hidden_size, arch.head_bias)
     if arch.tied_embeddings and not arch.unit_head:
