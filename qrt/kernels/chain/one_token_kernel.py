@@ -242,7 +242,7 @@ def _take(x, totals, X, COUNT: gl.constexpr, RUNS: gl.constexpr):
 def _add_norm(x, RESIDUAL, Y, BEHIND, factor, WEIGHT, SUM, eps, COUNT: gl.constexpr):
     """Compute SUM = RESIDUAL + factor * norm(Y), and return its norm, rounded as in `add_rmsnorm`.
 
-    BEHIND and WEIGHT are the weights of the norms. What is None is not computed.
+    BEHIND and WEIGHT are the weights of the norms, or None where a norm is absent.
     """
     k = _inputs(COUNT, x)
     real = k < COUNT

@@ -49,14 +49,14 @@ def test_hidden_states_are_those_of_transformers(architecture, config, make_chec
     layer = executor.load(0, layer_tensors(checkpoint, 0))
     for part in hidden.split(2):
         part.copy_(executor.run(0, layer, part))
-    torch.testing.assert_close(hidden, wanted[1], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(hidden, wanted[1], rtol=1.3e-6, atol=5e-5)
     last = executor.load(1, layer_tensors(checkpoint, 1))
     whole = AutoModelForCausalLM.from_pretrained(folder).model
     whole.norm = nn.Identity()
     behind = executor.run(1, last, hidden)
-    torch.testing.assert_close(behind, whole(windows).last_hidden_state, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(behind, whole(windows).last_hidden_state, rtol=1.3e-6, atol=5e-5)
     logits = AutoModelForCausalLM.from_pretrained(folder)(windows).logits
-    torch.testing.assert_close(executor.logits(behind[0]), logits[0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(executor.logits(behind[0]), logits[0], rtol=1.3e-6, atol=5e-5)
 
 
 @torch.no_grad()
