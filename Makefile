@@ -27,8 +27,8 @@ real: .venv/installed
 	$(BIN)/python tests/support/real_model.py
 
 lint: .venv/installed
-	$(BIN)/ruff format --check .
-	$(BIN)/ruff check .
+	$(BIN)/ruff format --check --no-cache .
+	$(BIN)/ruff check --no-cache .
 	$(BIN)/mypy
 
 # The documentation as a site, in build/docs; a broken link or reference fails it.

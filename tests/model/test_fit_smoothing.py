@@ -3,13 +3,13 @@
 import pytest
 import torch
 import transformers
-from truth import ours, relative
 
 from qrt.errors import QrtError
 from qrt.model.smoothing import SEED, TOKENS, fit_smoothing
 from qrt.quant.kv import KV_FORMATS
 from qrt.quant.kv.smoothing import fit
 from tiny_models import random_checkpoint
+from truth import ours, relative
 
 
 def their_q_and_k(folder, tokens):

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from hand_steps import Requests
-from truth import ours, prompt, relative, theirs
 
+from hand_steps import Requests
 from qrt.model.decoder import Decoder
 from tiny_models import LLAMA3_ROPE, random_checkpoint
+from truth import ours, prompt, relative, theirs
 
 STEPS = 64
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}

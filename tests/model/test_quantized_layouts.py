@@ -12,9 +12,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hand_steps import Requests
-from truth import ours, prompt
 
+from hand_steps import Requests
 from packed_words import awq_tensors, gptq_tensors
 from qrt.arch.runnable import read_arch
 from qrt.errors import CheckpointError
@@ -22,6 +21,7 @@ from qrt.model.stacks import stacks
 from qrt.quant.checkpoint import open_checkpoint
 from qrt.quant.weight import WEIGHT_SCHEMES
 from tiny_models import altered, quantize_checkpoint
+from truth import ours, prompt
 from zoo import make
 
 PROMPT = prompt(40)

@@ -12,16 +12,16 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from hand_steps import Requests
 from safetensors.torch import load_file, save_file
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import eager_attention_forward
-from truth import ours, prompt, relative, theirs
 
+from hand_steps import Requests
 from qrt.quant import affine, rotation
 from qrt.quant.checkpoint import open_checkpoint
 from qrt.quant.spec import Granularity, QuantSpec
 from tiny_models import quantize_checkpoint, random_checkpoint
+from truth import ours, prompt, relative, theirs
 
 MODELS = {
     "llama": ("LlamaForCausalLM", {}),

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hand_steps import Requests
 
+from hand_steps import Requests
 from qrt import EngineConfig, SamplingParams
 from qrt.arch.runnable import read_arch
 from qrt.assets import model_path
