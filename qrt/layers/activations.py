@@ -18,6 +18,22 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+def swiglu_oai(gate: Tensor, up: Tensor) -> Tensor:
+    """Return gpt-oss's (up + 1) * gate * sigmoid(1.702 gate), gate at most 7, up within 7; rounded once."""
+    gate, wide = gate.float().clamp(max=7.0), up.float().clamp(-7.0, 7.0)
+    return ((wide + 1) * gate * torch.sigmoid(1.702 * gate)).to(up.dtype)
+
+
+PAIRS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "swiglu_oai": swiglu_oai
+}  # of a gate and its up, only
+
+
+def act_times(gate: Tensor, up: Tensor, act: str) -> Tensor:
+    """Return act(gate) * up, or what a pair function `act` makes of both."""
+    return PAIRS[act](gate, up) if act in PAIRS else ACTIVATIONS[act](gate) * up
+
+
 class XIELU:
     """xIELU (Huang and Schlag 2024, arXiv:2411.13010), with weights of its own.
 

@@ -84,6 +84,33 @@ def test_far_ends(device, implementation, dtype, act):
     assert torch.allclose(y.float(), 2 * gate_up[0, :9].float().clamp(min=0), atol=1e-6, rtol=2**-7)
 
 
+@pytest.mark.ptx(dtype=[torch.bfloat16], implementation=[kernel])
+@pytest.mark.parametrize("implementation", [ref, kernel], ids=["ref", "triton"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_swiglu_oai_matches_fp64(device, implementation, dtype):
+    """Gates above 7 and ups beyond 7 are clamped; a gate far left gives 0."""
+    x = (torch.randn(9, 300, device=device) * 6).to(dtype)
+    x[0, :3], x[1, 150:153] = torch.tensor([-200.0, 1e4, 7.0]), torch.tensor([-1e4, 1e4, -1.0])
+    gate, up = x.double().chunk(2, -1)
+    gate, up = gate.clamp(max=7), up.clamp(-7, 7)
+    want = (up + 1) * gate * torch.sigmoid(1.702 * gate)
+    y = implementation.act_mul(x, "swiglu_oai")
+    assert y.dtype == dtype
+    assert ((y.double() - want).abs() <= BOUND[dtype] * want.abs() + 1e-6).all()
+    if implementation is kernel:
+        assert_quantized(*kernel.act_mul_int8(x, "swiglu_oai"), y)
+
+
+def test_swiglu_oai_equals_transformers():
+    from transformers import GptOssConfig
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+
+    experts = GptOssExperts(GptOssConfig(hidden_size=8, intermediate_size=16, num_local_experts=2))
+    x = torch.randn(5, 32) * 6
+    theirs = torch.stack(x.chunk(2, -1), -1).flatten(1)  # even columns are the gate
+    torch.testing.assert_close(act_mul(x, "swiglu_oai"), experts._apply_gate(theirs))
+
+
 def test_strided_input(device):
     gate_up = torch.randn(6, 300, device=device)[::2, :256]
     check(kernel.act_mul(gate_up, "silu"), gate_up)

@@ -138,7 +138,9 @@ def test_the_schema_is_that_of_the_reference():
 
 
 def test_all_operators_are_known():
-    assert len(NAMES) == 24 and {"linear", "kv_write", "chain", "token_inputs"} <= set(NAMES)
+    assert len(NAMES) == 27 and {"linear", "kv_write", "chain", "token_inputs", "route", "experts"} <= set(
+        NAMES
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)

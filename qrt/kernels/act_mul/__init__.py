@@ -5,7 +5,7 @@ act_mul(x [T, I], act, gated=False) -> [T, I] = act(x)
 act_mul_int8(the same) -> codes int8 [T, I], scale fp32 [T]     the same, by `affine.quantize_tokens`
 
 `act` is a name of `layers.activations`. It is computed in fp32 and rounded to the dtype before the product,
-as transformers does.
+as transformers does. A pair function (PAIRS there) takes gate and up, both in fp32, and is rounded once.
 """
 
 from __future__ import annotations

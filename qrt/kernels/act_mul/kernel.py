@@ -61,9 +61,21 @@ def activated(x, ACT: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
+def _swiglu_oai(gate, up):
+    """Compute gpt-oss's pair function in fp32."""
+    gate = tl.minimum(gate, 7.0, propagate_nan=tl.PropagateNan.ALL)
+    up = tl.maximum(up, -7.0, propagate_nan=tl.PropagateNan.ALL)
+    up = tl.minimum(up, 7.0, propagate_nan=tl.PropagateNan.ALL)
+    return (up + 1.0) * gate / (1.0 + tl.exp(-1.702 * gate))
+
+
+@triton.jit
 def act_times(gate, up, ACT: tl.constexpr, ASM: tl.constexpr):
-    """Multiply `activated` gate by up, and round again."""
-    return (activated(gate, ACT, ASM).to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
+    """Multiply `activated` gate by up, and round again; a pair function ACT makes one number of both."""
+    if ACT == "swiglu_oai":
+        return _swiglu_oai(gate.to(tl.float32), up.to(tl.float32)).to(gate.dtype)
+    else:
+        return (activated(gate, ACT, ASM).to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
 
 
 @triton.jit

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from qrt.layers.activations import ACTIVATIONS
+from qrt.layers.activations import ACTIVATIONS, act_times
 from qrt.quant import affine
 
 
@@ -13,7 +13,7 @@ def act_mul(x: Tensor, act: str, gated: bool = True) -> Tensor:
     if not gated:
         return ACTIVATIONS[act](x)
     gate, up = x.chunk(2, dim=-1)
-    return ACTIVATIONS[act](gate) * up
+    return act_times(gate, up, act)
 
 
 def act_mul_int8(x: Tensor, act: str, gated: bool = True) -> tuple[Tensor, Tensor]:

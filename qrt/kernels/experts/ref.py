@@ -1,0 +1,88 @@
+"""The operators of `qrt.kernels.experts` in torch: each expert multiplies the tokens that chose it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from qrt.kernels.act_mul.ref import act_mul
+from qrt.quant.weight import WEIGHT_SCHEMES
+
+Linear = Callable[[Tensor, Sequence[Tensor], Tensor | None], Tensor]
+
+
+def summed(shares: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the sum of shares fp32 [k, T, H] in the order of k, rounded once."""
+    total = shares[0]
+    for share in shares[1:]:
+        total = total + share
+    return total.to(dtype)
+
+
+def shares_by(
+    linear: Linear,
+    x: Tensor,
+    chosen: Tensor,
+    weights: Tensor,
+    gate_up: Sequence[Tensor],
+    gate_up_bias: Tensor | None,
+    down: Sequence[Tensor],
+    down_bias: Tensor | None,
+    act: str,
+    on_input: bool,
+) -> Tensor:
+    """Return what each expert adds to each token, fp32 [k, T, H]; `linear` multiplies."""
+    shares = x.new_empty(chosen.shape[1], *x.shape, dtype=torch.float32)
+    for expert in chosen.unique().tolist():
+        token, place = (chosen == expert).nonzero(as_tuple=True)
+        weight, read = weights[token, place, None], x[token]
+        if on_input:
+            read = (read.float() * weight).to(x.dtype)
+        inner = act_mul(linear(read, _of(gate_up, expert), _row(gate_up_bias, expert)), act)
+        y = linear(inner, _of(down, expert), _row(down_bias, expert)).float()
+        shares[place, token] = y if on_input else y * weight
+    return shares
+
+
+def _of(tensors: Sequence[Tensor], expert: int) -> list[Tensor]:
+    return [tensor[expert] for tensor in tensors]
+
+
+def _row(bias: Tensor | None, expert: int) -> Tensor | None:
+    return None if bias is None else bias[expert]
+
+
+def experts(
+    x: Tensor,
+    chosen: Tensor,
+    weights: Tensor,
+    gate_up: Sequence[Tensor],
+    gate_up_bias: Tensor | None,
+    down: Sequence[Tensor],
+    down_bias: Tensor | None,
+    scheme: str,
+    act: str,
+    on_input: bool,
+) -> Tensor:
+    """Return what a token's experts add to it, [T, H] in x's dtype."""
+    shares = experts_shares(x, chosen, weights, gate_up, gate_up_bias, down, down_bias, scheme, act, on_input)
+    return summed(shares, x.dtype)
+
+
+def experts_shares(
+    x: Tensor,
+    chosen: Tensor,
+    weights: Tensor,
+    gate_up: Sequence[Tensor],
+    gate_up_bias: Tensor | None,
+    down: Sequence[Tensor],
+    down_bias: Tensor | None,
+    scheme: str,
+    act: str,
+    on_input: bool,
+) -> Tensor:
+    """Return what each of a token's experts adds to it, fp32 [k, T, H]."""
+    linear = WEIGHT_SCHEMES[scheme].linear_ref
+    return shares_by(linear, x, chosen, weights, gate_up, gate_up_bias, down, down_bias, act, on_input)

@@ -1,0 +1,106 @@
+"""What tests of the experts compare with: a loop over tokens in fp64 on canonical weights."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from qrt.quant.weight import WEIGHT_SCHEMES, WeightData
+from random_weights import random_weight
+
+BITS = {"fp16": 0, "w4a16": 4, "w8a16": 8, "w8a8": 8}
+
+
+@dataclass
+class Mixture:
+    """Experts in canonical form, and what `experts` takes beside x, chosen and weights."""
+
+    gate_up: list[WeightData]
+    down: list[WeightData]
+    scheme: str
+    act: str = "silu"
+    on_input: bool = False
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+
+    def args(self, dtype, device="cpu", cpu=False):
+        """Return the arguments behind `weights`."""
+
+        def stacked(parts):
+            kind = WEIGHT_SCHEMES[self.scheme]
+            made = [
+                kind.prepare_cpu(part, dtype) if cpu else kind.prepare(part, torch.device(device), dtype)
+                for part in parts
+            ]
+            return [torch.stack(tensors) for tensors in zip(*made, strict=True)]
+
+        biases = [None if b is None else b.to(device, dtype) for b in (self.gate_up_bias, self.down_bias)]
+        pairs = stacked(self.gate_up), biases[0], stacked(self.down), biases[1]
+        return [*pairs, self.scheme, self.act, self.on_input]
+
+
+def mixture(
+    experts: int, hidden: int, inner: int, scheme: str, dtype=torch.float32, group=32, symmetric=True,
+    perm=False, biased=False, device="cpu", **others,
+) -> Mixture:  # fmt: skip
+    """Return random experts; with `perm` each product has an order of inputs of its own."""
+
+    def weights(n, k, seed):
+        bits = BITS[scheme]
+        if not bits:
+            values = torch.randn(experts, n, k, device=device) / k**0.5
+            return [WeightData(matrix.to(dtype)) for matrix in values]
+        size = None if scheme == "w8a8" else group
+        return [
+            random_weight(
+                n, k, bits, size, symmetric=symmetric, dtype=dtype, perm=perm, device=device, seed=seed + e
+            )
+            for e in range(experts)
+        ]  # fmt: skip
+
+    found = Mixture(weights(2 * inner, hidden, 0), weights(hidden, inner, 1000), scheme, **others)
+    if biased:
+        found.gate_up_bias = torch.randn(experts, 2 * inner, device=device).to(dtype)
+        found.down_bias = torch.randn(experts, hidden, device=device).to(dtype)
+    return found
+
+
+def without_bias(found: Mixture) -> Mixture:
+    return replace(found, gate_up_bias=None, down_bias=None)
+
+
+def inputs(tokens, hidden, experts, top_k, dtype=torch.float32, device="cpu", among=None):
+    """Return x, chosen and weights; every token chooses different experts, `among` those listed."""
+    x = torch.randn(tokens, hidden, device=device).to(dtype)
+    pool = torch.arange(experts) if among is None else torch.tensor(among)
+    chosen = pool[torch.rand(tokens, len(pool)).argsort(1)[:, :top_k]].int().to(device)
+    return x, chosen, torch.rand(tokens, top_k, device=device) + 0.1
+
+
+def activated(gate: Tensor, up: Tensor, act: str) -> Tensor:
+    """Return act(gate) * up by the definition."""
+    if act == "swiglu_oai":
+        gate, up = gate.clamp(max=7), up.clamp(-7, 7)
+        return (up + 1) * gate * torch.sigmoid(1.702 * gate)
+    return {"silu": torch.nn.functional.silu, "relu": torch.relu}[act](gate) * up
+
+
+def truth(x: Tensor, chosen: Tensor, weights: Tensor, found: Mixture) -> Tensor:
+    """Return what each expert adds, fp64 [k, T, H], a token and an expert at a time."""
+    shares = torch.zeros(chosen.shape[1], *x.shape, dtype=torch.float64)
+    dense = {}
+    for token, row in enumerate(chosen.tolist()):
+        for place, expert in enumerate(row):
+            if expert not in dense:
+                parts = found.gate_up[expert], found.down[expert]
+                dense[expert] = [part.dequantize().double().cpu() for part in parts]
+            gate_up, down = dense[expert]
+            weight, read = weights[token, place].double().cpu(), x[token].double().cpu()
+            inner = gate_up @ (read * weight if found.on_input else read)
+            if found.gate_up_bias is not None:
+                inner = inner + found.gate_up_bias[expert].double().cpu()
+            y = down @ activated(*inner.chunk(2), found.act)
+            if found.down_bias is not None:
+                y = y + found.down_bias[expert].double().cpu()
+            shares[place, token] = y if found.on_input else y * weight
+    return shares
