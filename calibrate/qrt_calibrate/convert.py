@@ -12,7 +12,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from qrt.arch import Arch
-from qrt.arch.runnable import runnable
+from qrt.arch.read import read_arch
 from qrt.cli import ArgumentParser, add_hub_flags, run_main
 from qrt.errors import CheckpointError, UnsupportedError
 from qrt.folder import read_config
@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
 
 
 def _check(folder: Path) -> None:
-    runnable(read_config(folder), model_name(folder))
+    read_arch(read_config(folder), model_name(folder))
 
 
 def convert(model: str | Path, target: str, out: Path) -> int:
@@ -65,7 +65,7 @@ def convert(model: str | Path, target: str, out: Path) -> int:
     source = open_checkpoint(model)
     if not source.quantization:
         raise UnsupportedError(f"{source.path}: not quantized; qrt-calibrate --model quantizes it")
-    arch = runnable(source.config, source.path)
+    arch = read_arch(source.config, source.path)
     modules, dtype = _linears(source, arch), _dtype(source, arch)
     if target != "compressed-tensors" and arch.names.head in modules:
         if source.linear(arch.names.head)[1].scale is not None:

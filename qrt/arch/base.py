@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from qrt.arch.experts import Experts
 from qrt.arch.rope import RopeConfig
 from qrt.errors import CheckpointError, UnsupportedError
 
@@ -99,22 +100,6 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Experts:
-    """The experts of a mixture's layers, each a gated mlp. Names are relative to a decoder layer.
-
-    module   holds the experts, by their numbers; `parts` are the names in each: gate, up and down
-    routers  modules that choose among them
-    shared   a module of its own that all tokens go through, or None
-    """
-
-    count: int
-    module: str = "mlp.experts"
-    parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-    routers: tuple[str, ...] = ("mlp.gate",)
-    shared: str | None = None
-
-
-@dataclass(frozen=True)
 class QScale:
     """The factor of q by its position p: 1 + strength * ln(1 + floor(p / length))."""
 
@@ -143,6 +128,7 @@ class Arch:
     alibi            what each head's scores lose for each token of distance, or empty
     positions        the learned position of a request's first token; None: there are none
     unit_head        rows of the head are normalized to length 1
+    experts          the mixture that sparse layers have in place of the mlp
     ignored          beginnings of names of tensors that the model does not read
     """
 
@@ -206,6 +192,10 @@ class Arch:
         again = -(-count // len(self.layers))
         return replace(self, layers=(self.layers * again)[:count])
 
+    def at(self, index: int) -> Arch:
+        """Return the architecture as layer `index` has it: without experts where it is not sparse."""
+        return self if self.layers[index].sparse or self.experts is None else replace(self, experts=None)
+
     def window(self, index: int) -> int:
         """Return how many tokens layer `index` attends; 0: all, also if its window holds the context."""
         window = self.layers[index].window or 0
@@ -227,7 +217,8 @@ class Arch:
     def fuse(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
         """The projections that engines run as one: a name, and the checkpoint's names of the parts in order.
 
-        In a mixture all experts' projections of a kind are listed as one.
+        They are those of a layer; `at` a layer that is not sparse they are others. All experts' projections
+        of a kind are listed as one.
         """
         names = self.names
         qkv = (names.q, names.k, names.v) if self.qkv == "parts" else (names.qkv,)
@@ -235,16 +226,14 @@ class Arch:
         if self.experts is None:
             gate_up = {"parts": (names.gate, names.up), "stacked": (names.gate_up,), "plain": (names.up,)}
             return (*fused, (names.gate_up, gate_up[self.gate_up]), (names.down, (names.down,)))
-        inner = tuple(part for expert in self._each_expert for part in expert[:2])
-        module = self.experts.module
+        own = self.experts
         fused += [
-            (f"{module}.gate_up_proj", inner),
-            (f"{module}.down_proj", tuple(expert[2] for expert in self._each_expert)),
+            (f"{own.module}.gate_up_proj", tuple(part for expert in own.all for part in expert[:2])),
+            (f"{own.module}.down_proj", tuple(expert[2] for expert in own.all)),
         ]
-        if self.experts.shared is not None:
-            *inside, down = self._shared_parts
-            shared = self.experts.shared
-            fused += [(f"{shared}.gate_up_proj", tuple(inside)), (f"{shared}.down_proj", (down,))]
+        if own.shared_parts:
+            *inside, down = own.shared_parts
+            fused += [(f"{own.shared}.gate_up_proj", tuple(inside)), (f"{own.shared}.down_proj", (down,))]
         return tuple(fused)
 
     @property
@@ -267,10 +256,8 @@ class Arch:
             whole = self.qkv == "parts"
             pairs.append(Smooth(names.v if whole else names.qkv, (names.o,), part=None if whole else "v"))
         if self.experts is not None:
-            pairs += [Smooth(up, (down,)) for _, up, down in self._each_expert]
-            if self.experts.shared is not None:
-                _, up, down = self._shared_parts
-                pairs.append(Smooth(up, (down,)))
+            gated = [*self.experts.all, *([parts] if (parts := self.experts.shared_parts) else [])]
+            pairs += [Smooth(up, (down,)) for _, up, down in gated if self.act != "swiglu_oai"]
         elif self.gate_up == "stacked":
             pairs.append(Smooth(names.gate_up, (names.down,), part="up"))
         elif self.gate_up == "parts" or self.act == "relu":
@@ -281,23 +268,9 @@ class Arch:
     def readers(self) -> dict[str, str | None]:
         """The projections that read the stream, and the norm through which they do, or None."""
         (_, qkv), _, (_, inner), *_ = self.fuse
-        shared = self._shared_parts[:2] if self.experts is not None and self.experts.shared else ()
+        shared = () if self.experts is None else self.experts.shared_parts[:2]
         found: dict[str, str | None] = dict.fromkeys(qkv, self.names.attention_in)
         return found | dict.fromkeys((*inner, *shared), self.names.mlp_in)
-
-    @property
-    def _each_expert(self) -> list[tuple[str, ...]]:
-        experts = self.experts
-        assert experts is not None
-        return [
-            tuple(f"{experts.module}.{index}.{part}" for part in experts.parts)
-            for index in range(experts.count)
-        ]
-
-    @property
-    def _shared_parts(self) -> tuple[str, ...]:
-        assert self.experts is not None
-        return tuple(f"{self.experts.shared}.{part}" for part in self.experts.parts)
 
     @property
     def routers(self) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from qrt.arch import Arch
-from qrt.arch.runnable import runnable
+from qrt.arch.read import read_arch
 from qrt.config import EngineConfig
 from qrt.errors import ConfigError
 from qrt.folder import read_config
@@ -40,7 +40,7 @@ def preflight(config: EngineConfig) -> Preflight:
 
     def check(folder: Path) -> None:
         entries = read_config(folder)
-        found.append(runnable(entries, model_name(folder)))
+        found.append(read_arch(entries, model_name(folder)))
         check_fit(config, found[0])
 
     tokenizer = config.tokenizer

@@ -31,6 +31,15 @@ class MLP:
         """Return what `down` reads, of what `gate_up` computes: [T, N] -> [T, I]."""
         return act_mul(x, self.act, self.gated)
 
+    @property
+    def dense(self) -> MLP:
+        """The mlp that all tokens go through: itself."""
+        return self
+
+    def linears(self) -> tuple[Linear, ...]:
+        """Both products."""
+        return self.gate_up, self.down
+
     def parameters(self) -> list[Tensor]:
         """Every tensor outside its Linears."""
         return []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -10,17 +10,19 @@ from torch import Tensor
 from tqdm import tqdm
 
 from qrt.arch import Arch
+from qrt.arch.experts import Experts
 from qrt.kernels.scores import Scores
 from qrt.layers.activations import XIELU
 from qrt.layers.attention import Attention, HeadNorm, Heads
 from qrt.layers.embedding import Embedding
+from qrt.layers.experts import Chooser, ExpertLinear, Mixture
 from qrt.layers.linear import Linear
 from qrt.layers.mlp import MLP, XIELUMLP
 from qrt.layers.norm import LayerNorm, NormLayer, RMSNorm, WholeNorm
 from qrt.layers.rope import RopeTables, tables_by_length
 from qrt.model.decoder import Decoder, DecoderLayer, Norms
 from qrt.model.fused import FusedDecoder
-from qrt.model.stacks import Stack, head_channels, stacks
+from qrt.model.stacks import Stack, expert_stacks, head_channels, stacks
 from qrt.quant.weight import WeightData
 
 XIELU_PARTS = ("alpha_p", "alpha_n", "beta", "eps")
@@ -34,6 +36,9 @@ class WeightSource(Protocol):
 
     def linear(self, stack: Stack) -> Linear:
         """Return the checkpoint's Linears of `stack` as one."""
+
+    def experts(self, stacks: Sequence[Stack]) -> ExpertLinear:
+        """Return the Linears of `stacks`, one an expert and all alike, as one."""
 
     def head(self, stack: Stack, *, unit: bool) -> Linear:
         """Return the head; `unit`: its rows are normalized to length 1."""
@@ -155,7 +160,7 @@ class _Layer:
         )
         return DecoderLayer(
             Attention(linears["qkv"], linears["o"], self._heads()),
-            self._mlp(linears["gate_up"], linears["down"]),
+            self._mixture(linears) if arch.at(self.index).experts else self._mlp(linears),
             norms,
             parallel=arch.parallel,
             residual_scale=arch.residual_scale,
@@ -212,8 +217,9 @@ class _Layer:
                 return WholeNorm(norm_layer(arch, weights, full, heads * arch.head_dim, channels=channels))
         return None
 
-    def _mlp(self, gate_up: Linear, down: Linear) -> MLP:
+    def _mlp(self, linears: dict[str, Linear]) -> MLP:
         arch, gated = self.arch, self.arch.gate_up != "plain"
+        gate_up, down = linears["gate_up"], linears["down"]
         if arch.act == "xielu":
             name = f"{self.prefix}.{arch.names.activation}"
             shapes = ((1,), (1,), (), ())
@@ -223,3 +229,28 @@ class _Layer:
             ]
             return XIELUMLP(gate_up, down, XIELU(*parts), gated=gated)
         return MLP(gate_up, down, arch.act, gated=gated)
+
+    def _mixture(self, linears: dict[str, Linear]) -> Mixture:
+        arch, weights, experts = self.arch, self.weights, self.arch.experts
+        assert experts is not None
+        of_each = [expert_stacks(arch, self.index, number) for number in range(experts.count)]
+        gate_up, down = (weights.experts([own[role] for own in of_each]) for role in ("gate_up", "down"))
+        shared_gate = None
+        if experts.shared_gate is not None:
+            name = f"{self.prefix}.{experts.shared_gate}"
+            shared_gate = weights.linear(Stack((name,), (1,), arch.hidden_size))
+        return Mixture(
+            self._chooser(experts), gate_up, down, arch.act,
+            shared=None if experts.shared is None else MLP(linears["gate_up"], linears["down"], arch.act),
+            shared_gate=shared_gate,
+        )  # fmt: skip
+
+    def _chooser(self, experts: Experts) -> Chooser:
+        weights, gate, correction = self.weights, f"{self.prefix}.{experts.gate}", None
+        if experts.correction is not None:
+            correction = weights.tensor(f"{self.prefix}.{experts.correction}", (experts.count,)).float()
+        bias = (
+            weights.tensor(f"{gate}.bias", (experts.count,)).to(weights.dtype) if experts.gate_bias else None
+        )
+        stored = weights.tensor(f"{gate}.weight", (experts.count, self.arch.hidden_size))
+        return Chooser(experts.router, stored.to(weights.dtype), bias, correction)

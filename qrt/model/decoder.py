@@ -19,6 +19,7 @@ from qrt.kernels.prefill_attention.tiles import Queries
 from qrt.kernels.step import KVLayer, StepMeta
 from qrt.layers.attention import Attention
 from qrt.layers.embedding import Embedding
+from qrt.layers.experts import ExpertLinear, Mixture
 from qrt.layers.linear import Linear
 from qrt.layers.mlp import MLP
 from qrt.layers.norm import NormLayer, normed
@@ -38,6 +39,7 @@ class Norms(NamedTuple):
 class DecoderLayer:
     """Attention and mlp, each between its norms and added to what it read.
 
+    mlp             in a sparse layer a mixture of experts
     parallel        both read the layer's input
     residual_scale  what both are multiplied by before they are added
     """
@@ -45,7 +47,7 @@ class DecoderLayer:
     def __init__(
         self,
         attention: Attention,
-        mlp: MLP,
+        mlp: MLP | Mixture,
         norms: Norms,
         *,
         parallel: bool = False,
@@ -63,9 +65,9 @@ class DecoderLayer:
         y = x + m * normed(n.attention_out, self.attention(normed(n.attention_in, x), step, kv, rope))
         return y + m * normed(n.mlp_out, self.mlp(normed(n.mlp_in, x if self.parallel else y)))
 
-    def linears(self) -> tuple[Linear, ...]:
-        """Every Linear of it."""
-        return self.attention.qkv, self.attention.o, self.mlp.gate_up, self.mlp.down
+    def linears(self) -> tuple[Linear | ExpertLinear, ...]:
+        """Every product with a weight scheme."""
+        return self.attention.qkv, self.attention.o, *self.mlp.linears()
 
     def parameters(self) -> Iterator[Tensor]:
         """Every weight tensor outside its Linears."""
@@ -128,8 +130,8 @@ class Decoder:
         """Where the weights are."""
         return self.embed.weight.device
 
-    def linears(self) -> Iterator[Linear]:
-        """Every Linear, the head last."""
+    def linears(self) -> Iterator[Linear | ExpertLinear]:
+        """Every product with a weight scheme, the head last."""
         for layer in self.layers:
             yield from layer.linears()
         yield self.head

@@ -31,13 +31,14 @@ from qrt.kernels.linear.product import Epilogue
 from qrt.kernels.rmsnorm import embed_rmsnorm
 from qrt.kernels.step import KVLayer, StepMeta
 from qrt.layers.attention import Attention
+from qrt.layers.experts import Mixture
 from qrt.layers.linear import Linear
 from qrt.layers.norm import LayerNorm, NormLayer, RMSNorm, normed
 from qrt.layers.rope import RopeTables
 from qrt.mem.storage import KVStorage
 from qrt.model import merged
 from qrt.model.decoder import Decoder, DecoderLayer
-from qrt.model.merged import AddNorm, for_norm, int8_for_norm, takes_int8
+from qrt.model.merged import AddNorm, for_norm, int8_for_norm, mixture_for_norm, takes_int8
 from qrt.model.unfused import unfused_part
 from qrt.quant.digits import GROUP, Digits, room_for
 from qrt.quant.kv import KV_FORMATS
@@ -123,8 +124,11 @@ class FusedLayer:
 
         `tokens` has as many rows as the step, and its device.
         """
-        o, gate_up, down = self.layer.attention.o, self.layer.mlp.gate_up, self.layer.mlp.down
-        joined = self.layer.mlp.gated and takes_int8(gate_up) == takes_int8(down)
+        o, mlp = self.layer.attention.o, self.layer.mlp.dense
+        if mlp is None:
+            return {"o": Epilogue.PARTIAL_SUMS if merged.splits(o, tokens) else Epilogue.PLAIN}
+        gate_up, down = mlp.gate_up, mlp.down
+        joined = mlp.gated and takes_int8(gate_up) == takes_int8(down)
         joined = joined and not (self.layer.parallel and takes_int8(gate_up))
         sums = {
             name: Epilogue.PARTIAL_SUMS if merged.splits(linear, tokens) else Epilogue.PLAIN
@@ -165,11 +169,13 @@ class FusedLayer:
     def _mlp(self, y: Tensor, residual: Tensor) -> Tensor:
         """Add y, which may be split sums, to `residual` in place; return the MLP of it, as `for_norm`."""
         mlp = self.layer.mlp
-        gate_up, down, act = mlp.gate_up, mlp.down, mlp.act
         if self.layer.parallel:
             out = self._mlp_beside(residual)
             self.to_mlp.add(residual, y)
             return out
+        if isinstance(mlp, Mixture):
+            return mixture_for_norm(mlp, self.to_mlp(residual, y))
+        gate_up, down, act = mlp.gate_up, mlp.down, mlp.act
         if mlp.gated and not takes_int8(gate_up) and not takes_int8(down):
             x = self.to_mlp(residual, y)
             return down(linear_act(x, gate_up.tensors, gate_up.bias, gate_up.scheme, act))
@@ -187,6 +193,8 @@ class FusedLayer:
     def _mlp_beside(self, residual: Tensor) -> Tensor:
         """Return the MLP of `residual` before attention is added to it, as `for_norm`."""
         mlp, x = self.layer.mlp, normed(self.to_mlp.norm, residual)
+        if isinstance(mlp, Mixture):
+            return mixture_for_norm(mlp, x)
         if not mlp.gated:
             return for_norm(mlp.down, act_mul(mlp.gate_up(x), mlp.act, False))
         gate_up = mlp.gate_up
@@ -197,30 +205,34 @@ def _link(layer: DecoderLayer, to_mlp: AddNorm, to_next: AddNorm, next_qkv: Line
     """Return what `chain` takes.
 
     Returns None where the products differ in scheme or the norms in eps, where one of the products other
-    than `next_qkv` has a bias, where the mlp has no gate or stands beside attention, and for LayerNorm.
+    than `next_qkv` has a bias, where the mlp has no gate, is a mixture or stands beside attention, and for
+    LayerNorm.
     """
-    own = [layer.attention.o, layer.mlp.gate_up, layer.mlp.down]
+    mlp = layer.mlp
+    if isinstance(mlp, Mixture):
+        return None
+    own = [layer.attention.o, mlp.gate_up, mlp.down]
     schemes = {linear.scheme for linear in own} | ({next_qkv.scheme} if next_qkv else set())
     norms = [to_mlp.behind, to_mlp.norm, to_next.behind, to_next.norm]
     if layer.parallel or any(isinstance(norm, LayerNorm) for norm in norms):
         return None
     attention_out, mlp_norm, mlp_out, last = (None if norm is None else norm.weight for norm in norms)
     eps = {norm.eps for norm in norms if norm is not None}
-    if len(schemes) > 1 or len(eps) > 1 or not layer.mlp.gated:
+    if len(schemes) > 1 or len(eps) > 1 or not mlp.gated:
         return None
     if any(linear.bias is not None for linear in own):
         return None
     return Link(
         o=layer.attention.o.tensors,
-        gate_up=layer.mlp.gate_up.tensors,
-        down=layer.mlp.down.tensors,
+        gate_up=mlp.gate_up.tensors,
+        down=mlp.down.tensors,
         qkv=next_qkv.tensors if next_qkv else [],
         bias=next_qkv.bias if next_qkv else None,
         mlp_norm=mlp_norm,
         norm=last,
         eps=eps.pop() if eps else 0.0,
-        scheme=layer.mlp.down.scheme,
-        act=layer.mlp.act,
+        scheme=mlp.down.scheme,
+        act=mlp.act,
         attention_out=attention_out,
         mlp_out=mlp_out,
         scale=layer.residual_scale,

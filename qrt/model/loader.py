@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from qrt.arch import Arch
-from qrt.arch.runnable import runnable
+from qrt.arch.read import read_arch
 from qrt.checks import first_few
 from qrt.errors import CheckpointError, UnsupportedError
+from qrt.layers.experts import ExpertLinear
 from qrt.layers.linear import Linear
 from qrt.model.build import XIELU_PARTS, build
 from qrt.model.decoder import Decoder
@@ -70,6 +71,25 @@ class CheckpointWeights:
         kernel runs.
         """
         return self._pack(stack, *self._read(stack))
+
+    def experts(self, stacks: Sequence[Stack]) -> ExpertLinear:
+        """Read and check the Linears of all experts, one after the other; raises as `linear` does."""
+        first, _ = self._read(stacks[0])
+
+        def each() -> Iterator[WeightData]:
+            for stack in stacks:
+                scheme, weight = self._read(stack)
+                if scheme != first:
+                    raise CheckpointError(
+                        f"{self.checkpoint.path}: {stack.modules[0]}: expected {first}, as "
+                        f"{stacks[0].modules[0]} is, got {scheme}; quantize or ignore all experts together"
+                    )
+                yield weight
+
+        try:
+            return ExpertLinear.pack(first, each(), len(stacks), self.device, self.dtype)
+        except UnsupportedError as error:
+            raise UnsupportedError(f"{self.checkpoint.path}: {stacks[0].modules[0]}: {error}") from error
 
     def head(self, stack: Stack, *, unit: bool) -> Linear:
         """Read and check the head."""
@@ -143,7 +163,7 @@ def _unit_rows(weight: WeightData) -> WeightData:
 def _architecture(checkpoint: Checkpoint) -> Arch:
     if checkpoint.config.get("auto_map"):
         logger.warning("config.json names code of the model's own (auto_map); it is not run")
-    return runnable(checkpoint.config, checkpoint.path)
+    return read_arch(checkpoint.config, checkpoint.path)
 
 
 def _untie(arch: Arch, checkpoint: Checkpoint) -> Arch:

@@ -9,6 +9,7 @@ from torch import Tensor
 from qrt.kernels.layernorm import add_layernorm, add_layernorm_int8
 from qrt.kernels.linear import linear_int8, linear_int8_shares, linear_shares
 from qrt.kernels.rmsnorm import add_normed, add_rmsnorm, add_rmsnorm_int8
+from qrt.layers.experts import Mixture
 from qrt.layers.linear import Linear
 from qrt.layers.norm import LayerNorm, NormLayer, RMSNorm
 from qrt.quant.tokens import QuantizedTokens
@@ -96,6 +97,13 @@ def int8_for_norm(linear: Linear, x: QuantizedTokens) -> Tensor:
     if splits(linear, x.codes):
         return linear_int8_shares(x.codes, x.scale, linear.tensors, linear.scheme)
     return int8_product(linear, x)
+
+
+def mixture_for_norm(mixture: Mixture, x: Tensor) -> Tensor:
+    """Return the mixture of x [T, H] for an AddNorm: [T, H], or the experts' outputs fp32 [k, T, H]."""
+    if not x.is_cuda or len(x) > SPLIT_TOKENS or mixture.shared is not None:
+        return mixture(x)
+    return mixture.summands(x)
 
 
 def splits(linear: Linear, x: Tensor) -> bool:

@@ -30,8 +30,18 @@ def place_names(arch: Arch, stored: Collection[str]) -> Arch:
     for old, new in (("", ""), (arch.names.embed.partition(".")[0] + ".", ""), *MOVED):
         names = arch.names.outer(lambda name, old=old, new=new: name.replace(old, new, 1))  # type: ignore[misc]
         if f"{names.embed}.weight" in stored:
-            return replace(arch, names=names)
+            return _stacked(replace(arch, names=names), stored)
     return arch
+
+
+def _stacked(arch: Arch, stored: Collection[str]) -> Arch:
+    """Return `arch` with experts that are stacked as its family stacks them only if they are so stored."""
+    if arch.experts is None or arch.experts.stacked is None:
+        return arch
+    first = f".{arch.experts.each(0)[0]}."
+    if not any(first in name for name in stored):
+        return arch
+    return replace(arch, experts=replace(arch.experts, stacked=None))
 
 
 def check_names(arch: Arch, checkpoint: Checkpoint) -> None:
@@ -63,8 +73,7 @@ def modules(arch: Arch) -> Iterator[str]:
     """Names of every module of the checkpoint that holds a weight."""
     names = arch.names
     for index in range(arch.num_layers):
-        inside = (*arch.projections, *arch.routers)
-        yield from (f"{names.layers}.{index}.{name}" for name in inside)
+        yield from (f"{names.layers}.{index}.{name}" for name in _inside(arch.at(index)))
         if arch.act == "xielu":
             yield f"{names.layers}.{index}.{names.activation}"
     yield from _norms(arch)
@@ -72,6 +81,21 @@ def modules(arch: Arch) -> Iterator[str]:
     yield from (name for name in (names.positions,) if name is not None)
     if not arch.tied_embeddings:
         yield names.head
+
+
+def _inside(arch: Arch) -> Iterator[str]:
+    """Names inside a layer of the modules that hold its projections and what chooses among experts."""
+    experts = arch.experts
+    if experts is None or experts.stacked is None:
+        yield from arch.projections
+    else:
+        yield from (name for name in arch.projections if not arch.is_expert(name))
+        stacked = experts.stacked.gate_up, experts.stacked.down
+        yield from {f"{experts.module}.{name}".rpartition(".")[0]: None for name in stacked}
+    if experts is not None:
+        yield from experts.routers
+        if experts.correction is not None:
+            yield experts.correction.rpartition(".")[0]
 
 
 def _norms(arch: Arch) -> Iterator[str]:
@@ -100,5 +124,10 @@ def _biases(arch: Arch) -> Iterator[str]:
     for index in range(arch.num_layers):
         for stack in stacks(arch, index).values():
             yield from (f"{module}.bias" for module in stack.modules if stack.bias)
+        experts = arch.at(index).experts
+        if experts is not None and experts.gate_bias:
+            yield f"{arch.names.layers}.{index}.{experts.gate}.bias"
+        if experts is not None and experts.bias and experts.stacked is None:
+            yield from (f"{arch.names.layers}.{index}.{part}.bias" for own in experts.all for part in own)
     if arch.head_bias:
         yield f"{arch.names.head}.bias"

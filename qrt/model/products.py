@@ -82,13 +82,13 @@ def explain_products(model: Decoder, tokens: Sequence[int]) -> Iterator[Explaine
 
 def _products(model: Decoder, index: int) -> dict[str, tuple[Linear, int]]:
     """Return the products of a layer by name, with the inputs of each."""
-    shapes, layer = stacks(model.arch, index), model.layers[index]
-    return {
-        "qkv": (layer.attention.qkv, shapes["qkv"].in_features),
-        "o": (layer.attention.o, shapes["o"].in_features),
-        "gate_up": (layer.mlp.gate_up, shapes["gate_up"].in_features),
-        "down": (layer.mlp.down, shapes["down"].in_features),
-    }
+    layer, found = model.layers[index], {}
+    linears = {"qkv": layer.attention.qkv, "o": layer.attention.o}
+    if (mlp := layer.mlp.dense) is not None:
+        linears |= {"gate_up": mlp.gate_up, "down": mlp.down}
+    for name, stack in stacks(model.arch, index).items():
+        found[name] = linears[name], stack.in_features
+    return found
 
 
 def _layer(model: Decoder, index: int, count: int) -> dict[str, str]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from qrt.arch import Arch
+from qrt.layers.experts import ExpertLinear
 from qrt.layers.linear import Linear
 from qrt.model.build import build
 from qrt.model.decoder import Decoder
@@ -70,14 +71,22 @@ class RandomWeights:
 
     def linear(self, stack: Stack) -> Linear:
         """One Linear of all parts, on the grid of the first."""
+        scheme, _ = self.grid(stack.modules[0])
+        return Linear.pack(scheme, self._weight(stack), self.device, self.dtype)
+
+    def experts(self, stacks: Sequence[Stack]) -> ExpertLinear:
+        """Linears of all experts, on the grid of the first."""
+        scheme, _ = self.grid(stacks[0].modules[0])
+        each = (self._weight(stack) for stack in stacks)
+        return ExpertLinear.pack(scheme, each, len(stacks), self.device, self.dtype)
+
+    def _weight(self, stack: Stack) -> WeightData:
         out, in_features = sum(stack.outs), stack.in_features
         bias = self._normal((out,), 0.1) if stack.bias else None
-        scheme, spec = self.grid(stack.modules[0])
+        _, spec = self.grid(stack.modules[0])
         if spec is None:
-            weight = WeightData(self._normal((out, in_features), in_features**-0.5), bias=bias)
-        else:
-            weight = self._codes(out, in_features, spec, bias)
-        return Linear.pack(scheme, weight, self.device, self.dtype)
+            return WeightData(self._normal((out, in_features), in_features**-0.5), bias=bias)
+        return self._codes(out, in_features, spec, bias)
 
     def head(self, stack: Stack, *, unit: bool) -> Linear:
         """Return a head as any Linear; its rows have nearly one length."""

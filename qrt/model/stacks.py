@@ -6,7 +6,7 @@ KV head or not, and the channels that RoPE turns together (`qrt.layers.rope.chan
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ class Stack:
     bias         whether they have a bias
     order        the stacked row that goes to each place, int64, or None: as they are stacked
     transposed   the checkpoint stores them [in, out]
+    expert       the checkpoint stores all experts in one tensor [E, ...], and this is one of them; or None
     """
 
     modules: tuple[str, ...]
@@ -33,34 +34,77 @@ class Stack:
     bias: bool = False
     order: Tensor | None = None
     transposed: bool = False
+    expert: int | None = None
 
 
 def stacks(arch: Arch, index: int) -> dict[str, Stack]:
-    """Return the run-time Linears of layer `index`: "qkv", "o", "gate_up" and "down"."""
-    names, hidden, inner = arch.names, arch.hidden_size, arch.intermediate_size
+    """Return the run-time Linears of layer `index`: "qkv", "o", "gate_up" and "down".
+
+    The last two are those of the mlp; in a sparse layer of its shared mlp, if it has one.
+    """
     q, kv = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
+    names, hidden = arch.names, arch.hidden_size
     qkv: tuple[tuple[str, ...], tuple[int, ...]] = (names.q, names.k, names.v), (q, kv, kv)
     if arch.qkv != "parts":
         qkv = (names.qkv,), (q + 2 * kv,)
-    gate_up = {
-        "parts": ((names.gate, names.up), (inner, inner)),
-        "stacked": ((names.gate_up,), (2 * inner,)),
-        "plain": ((names.up,), (inner,)),
-    }[arch.gate_up]
-    at = f"{arch.names.layers}.{index}"
     found = {
         "qkv": Stack(*qkv, hidden, arch.qkv_bias, _qkv_order(arch, index)),
         "o": Stack((names.o,), (hidden,), q, arch.o_bias),
-        "gate_up": Stack(*gate_up, hidden, arch.mlp_bias),
-        "down": Stack((names.down,), (hidden,), inner, arch.mlp_bias),
     }
+    return _placed(arch, index, found | _mlp(arch.at(index)))
+
+
+def _mlp(arch: Arch) -> dict[str, Stack]:
+    """Return the Linears of the mlp that all tokens go through, if there is one."""
+    names, hidden, inner, stored = arch.names, arch.hidden_size, arch.intermediate_size, arch.gate_up
+    gate, up, gate_up, down = names.gate, names.up, names.gate_up, names.down
+    if arch.experts is not None:
+        if arch.experts.shared is None:
+            return {}
+        (gate, up, down), inner = arch.experts.shared_parts, arch.experts.shared_width
+        stored = "parts"
+    parts = {
+        "parts": ((gate, up), (inner, inner)),
+        "stacked": ((gate_up,), (2 * inner,)),
+        "plain": ((up,), (inner,)),
+    }[stored]
     return {
-        role: Stack(
-            tuple(f"{at}.{module}" for module in stack.modules), stack.outs, stack.in_features, stack.bias,
-            stack.order, arch.transposed,
+        "gate_up": Stack(*parts, hidden, arch.mlp_bias),
+        "down": Stack((down,), (hidden,), inner, arch.mlp_bias),
+    }
+
+
+def expert_stacks(arch: Arch, index: int, number: int) -> dict[str, Stack]:
+    """Return the Linears of expert `number` of the sparse layer `index`: "gate_up" and "down"."""
+    experts = arch.experts
+    assert experts is not None
+    (gate, up, down), hidden, inner = experts.each(number), arch.hidden_size, experts.width
+    if (own := experts.stacked) is None:
+        found = {
+            "gate_up": Stack((gate, up), (inner, inner), hidden, experts.bias),
+            "down": Stack((down,), (hidden,), inner, experts.bias),
+        }
+        return _placed(arch, index, found)
+    turns = torch.arange(2 * inner).view(-1, 2).T.flatten() if own.pairs else None
+    gate_up, down = f"{experts.module}.{own.gate_up}", f"{experts.module}.{own.down}"
+    found = {
+        "gate_up": Stack((gate_up,), (2 * inner,), hidden, experts.bias, turns, own.transposed, number),
+        "down": Stack((down,), (hidden,), inner, experts.bias, None, own.transposed, number),
+    }
+    return _placed(arch, index, found)
+
+
+def _placed(arch: Arch, index: int, found: dict[str, Stack]) -> dict[str, Stack]:
+    """Return stacks of layer `index` with whole names, stored as the architecture stores weights."""
+    at = f"{arch.names.layers}.{index}"
+    return {
+        role: replace(
+            stack,
+            modules=tuple(f"{at}.{module}" for module in stack.modules),
+            transposed=stack.transposed or arch.transposed,
         )
         for role, stack in found.items()
-    }  # fmt: skip
+    }
 
 
 def part_rows(arch: Arch, part: str) -> Tensor:

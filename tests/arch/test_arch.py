@@ -10,7 +10,7 @@ import transformers
 import transformers.models.auto.modeling_auto
 
 from qrt.arch import ARCHS, Arch
-from qrt.arch.runnable import architecture, read_arch, runnable
+from qrt.arch.read import architecture, read_arch
 from qrt.errors import CheckpointError, UnsupportedError
 
 SIZES = {
@@ -306,6 +306,7 @@ UNUSUAL = {
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
     "num_experts": 3,
+    "num_experts_per_tok": 2,
 }
 MIXTURES = ["Mixtral", "Qwen2Moe", "Qwen3Moe"]
 DENSE = ["Llama", "Mistral", "Qwen2", "Qwen3"]
@@ -331,7 +332,12 @@ def facts(family: str, entries: dict) -> dict:
         "tie_word_embeddings": ours.tied_embeddings,
         "sliding_window": window_of(ours),
         "biases": (ours.qkv_bias, ours.o_bias, ours.mlp_bias),
-    } | ({} if ours.experts is None else {"experts": ours.experts.count})
+    } | ({} if ours.experts is None else {"experts": mixture(ours)})
+
+
+def mixture(ours: Arch) -> tuple:
+    """Return how many experts there are, how wide they are, and how many a token has."""
+    return ours.experts.count, ours.experts.width, ours.experts.router.top_k
 
 
 # which projections have biases, as the modeling files of transformers write it
@@ -347,7 +353,7 @@ BIASES = {
 def true_facts(family: str, entries: dict) -> dict:
     """Return the same facts from transformers' config class of the family."""
     truth = settled(family, json.loads(json.dumps(entries)))
-    inner = "intermediate_size" if family in (*DENSE, "Mixtral") else "moe_intermediate_size"
+    inner = "intermediate_size" if family == "Mixtral" else "moe_intermediate_size"
     heads = truth.num_attention_heads
     sizes = (
         "vocab_size",
@@ -360,13 +366,17 @@ def true_facts(family: str, entries: dict) -> dict:
     slides = slides or (family.startswith("Qwen") and SLIDES in truth.layer_types)
     return {
         **{name: getattr(truth, name) for name in (*sizes, "rms_norm_eps", "tie_word_embeddings")},
-        "intermediate_size": getattr(truth, inner),
+        "intermediate_size": truth.intermediate_size,
         "num_key_value_heads": truth.num_key_value_heads,
         "head_dim": getattr(truth, "head_dim", None) or truth.hidden_size // heads,
         "rope_theta": truth.rope_parameters["rope_theta"],
         "sliding_window": (getattr(truth, "sliding_window", None) or None) if slides else None,
         "biases": BIASES.get(family, lambda c: (False, False, False))(truth),
-    } | ({} if family in DENSE else {"experts": truth.num_experts})
+    } | (
+        {}
+        if family in DENSE
+        else {"experts": (truth.num_experts, getattr(truth, inner), truth.num_experts_per_tok)}
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -391,12 +401,9 @@ def test_null_means_what_transformers_makes_of_it(family, entry):
     if entry == "num_key_value_heads":
         assert facts(family, entries)[entry] == UNUSUAL["num_attention_heads"]
         return
-    if entry == "intermediate_size" and "Moe" in family:
-        assert facts(family, entries) == facts(family, UNUSUAL)  # of dense layers, of which there are none
-        return
     try:
         truth = true_facts(family, entries)
-        refused = None in (truth["rope_theta"], truth.get("experts", 1))  # transformers' models fail later
+        refused = None in (truth["rope_theta"], *truth.get("experts", ()))  # transformers' models fail later
     except huggingface_hub.errors.StrictDataclassError:
         refused = True
     if refused:
@@ -444,15 +451,14 @@ def test_a_mixture_names_its_experts(family):
     arch = read(family, {**MIXTURE, count: 3})
     assert len(set(arch.projections)) == 4 + 3 * (3 + (family in SHARED))
     assert sum(map(arch.is_expert, arch.projections)) == 3 * 3
-    assert arch.intermediate_size == (SIZES["intermediate_size"] if "Mixtral" in family else 96)
+    assert arch.experts.width == (SIZES["intermediate_size"] if "Mixtral" in family else 96)
+    assert arch.intermediate_size == SIZES["intermediate_size"]
     found = {pair.source: pair.readers for pair in arch.smooth}
     assert len(found["post_attention_layernorm"]) == 2 * (3 + (family in SHARED)) and arch.routers
     each = [f"{arch.experts.module}.{e}" for e in range(3)]
     each += [SHARED[family]] if family in SHARED else []
     _, up, down = arch.experts.parts
     assert all(found[f"{expert}.{up}"] == (f"{expert}.{down}",) for expert in each)
-    with pytest.raises(UnsupportedError, match=f"{family}ForCausalLM is a mixture of experts, which qrt"):
-        runnable({"architectures": [f"{family}ForCausalLM"]}, Path("x"))
 
 
 def test_number_of_experts_is_read_under_both_of_its_names():
@@ -504,7 +510,7 @@ def test_an_empty_config_means_the_class_defaults(name):
         assert ours.max_position == getattr(truth, "max_position_embeddings", None) or truth.max_seq_len
     assert ours.tied_embeddings == truth.tie_word_embeddings
     for entry in ("intermediate_size", "ffn_dim", "ffn_hidden_size", "moe_intermediate_size"):
-        if isinstance(getattr(truth, entry, None), int) and not (ours.experts and "size" in entry):
+        if isinstance(getattr(truth, entry, None), int) and not (ours.experts and entry.startswith("moe")):
             assert ours.intermediate_size == getattr(truth, entry), entry
     if isinstance(getattr(truth, "num_key_value_heads", None), int):
         assert ours.num_kv_heads == truth.num_key_value_heads

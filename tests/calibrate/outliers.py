@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from qrt.arch import Arch
-from qrt.arch.runnable import read_arch
+from qrt.arch.read import read_arch
 from qrt.quant.checkpoint import open_checkpoint
 
 

@@ -8,7 +8,7 @@ import torch
 import qrt
 from byte_tokenizer import save_tokenizer
 from hand_steps import Requests
-from qrt.arch.runnable import read_arch
+from qrt.arch.read import read_arch
 from qrt.errors import UnsupportedError
 from qrt.model.names import place_names
 from qrt.model.stacks import part_rows

@@ -3,7 +3,6 @@
 import copy
 import json
 import re
-from dataclasses import replace
 
 import pytest
 import torch
@@ -11,9 +10,10 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
-import qrt
-from qrt.arch.runnable import read_arch
-from qrt.errors import QrtError, UnsupportedError
+from hand_steps import Requests
+from qrt.arch import Arch
+from qrt.arch.read import read_arch
+from qrt.errors import QrtError
 from qrt.quant.checkpoint import open_checkpoint
 from qrt_calibrate import cli
 from qrt_calibrate.estimate.preflight import preflight
@@ -24,6 +24,7 @@ from qrt_calibrate.recipe.recipe_file import recipe_of
 from qrt_calibrate.rounding.fold import Pair
 from qrt_calibrate.rounding.observe import Moments
 from qrt_calibrate.steps.layer import quantize_layer
+from truth import ours, relative
 
 CPU = torch.device("cpu")
 QWEN = {"num_experts": 4, "moe_intermediate_size": 64, "norm_topk_prob": True}
@@ -122,10 +123,9 @@ def test_folds_reach_every_expert_and_the_router(mixture):
     assert len(arch.smooth) == 3 + 4 + shares(mixture)
 
 
-def test_a_router_that_is_left_out_is_found(mixture, tmp_path):
+def test_a_router_that_is_left_out_is_found(mixture, tmp_path, monkeypatch):
+    monkeypatch.setattr(Arch, "routers", ())
     job = plan(open_checkpoint(mixture), recipe_of(ENTRIES), CPU)
-    without = replace(job.arch.experts, routers=())
-    job = replace(job, arch=replace(job.arch, experts=without))
     executor = LayerExecutor(job.checkpoint, job.arch, 40, CPU)
     streams = Streams(executor.embed(windows(8)), 8, [CPU], tmp_path)
     tensors = read_layer(job.checkpoint, "model.layers.1")
@@ -138,7 +138,7 @@ def test_every_expert_sees_every_token(devices, mixture, tmp_path, monkeypatch):
     """Against transformers' stacked experts; 8 bits before move the inner inputs by about a hundredth."""
     entries = {**ENTRIES, "bits": 8, "method": "gptq", "ignore": ["self_attn.*"]}
     job = plan(open_checkpoint(mixture), recipe_of(entries), *devices)
-    three = 3 * 3 * 4 * job.arch.intermediate_size**2  # of four experts
+    three = 3 * 3 * 4 * job.arch.experts.width**2  # of four experts
     monkeypatch.setattr("qrt_calibrate.steps.inputs.EXPERT_BYTES", three)
     executor, ids = LayerExecutor(job.checkpoint, job.arch, 40, CPU), windows(8)
     streams = Streams(executor.embed(ids), 8, devices, tmp_path)
@@ -173,9 +173,9 @@ def test_every_expert_sees_every_token(devices, mixture, tmp_path, monkeypatch):
     assert (found[0].hessian - wanted[0]).norm() < 1e-5 * wanted[0].norm()
 
 
-def by_hand(source, folder):
+def by_hand(source, folder, dtype="auto"):
     """The source in transformers with the codes' values in place of its weights."""
-    model, stored = AutoModelForCausalLM.from_pretrained(source), open_checkpoint(folder)
+    model, stored = AutoModelForCausalLM.from_pretrained(source, dtype=dtype), open_checkpoint(folder)
     arch = arch_of(source)
     block, (gate, up, down) = arch.experts.module.rpartition(".")[0], arch.experts.parts
 
@@ -261,9 +261,7 @@ def test_limits_are_said_before_the_work(calibrate, mixture, tmp_path, capsys):
 
     plain = said()
     routers = ", ".join(arch_of(mixture).routers)
-    assert (
-        f"routers ({routers}) stay unquantized" in plain and f"qrt does not run {name_of(mixture)}" in plain
-    )
+    assert f"routers ({routers}) stay unquantized" in plain
     assert "experts with zero points" not in plain and "loads experts wrong" not in plain
     assert "only vLLM and SGLang load experts with zero points" in said("--asym")
     assert "loads experts wrong" in said("--ignore", "experts.*")
@@ -276,21 +274,16 @@ def test_limits_are_said_before_the_work(calibrate, mixture, tmp_path, capsys):
 def test_memory_of_the_experts_is_foreseen(mixture):
     job = plan(open_checkpoint(mixture), recipe_of(ENTRIES), CPU)
     layer = sum(job.checkpoint.spec(n).num_bytes for n in job.checkpoint.names() if ".layers.0." in n) // 2
-    width, hidden, inner = 256, 128, job.arch.intermediate_size  # width: four heads of 64
+    width, hidden, inner = 256, 128, job.arch.experts.width  # width: four heads of 64
     attention = 4 * (width + 2 * hidden) * width + 4 * width**2 + 13 * hidden * width
     gate_up = 4 * (3 + 1) * hidden**2 + 13 * 4 * 2 * inner * hidden  # all four experts' at once
     down = 4 * 3 * 4 * inner**2 + 4 * inner**2 + 13 * inner * hidden  # the moments of four, rounded in turn
     assert preflight(job).working_bytes == (8 + 3) * layer + max(attention, gate_up, down)
 
 
-def test_qrt_refuses_to_run_it_by_name(calibrate, mixture, tmp_path, capsys):
-    with pytest.raises(
-        UnsupportedError, match=f"{name_of(mixture)} is a mixture of experts, which qrt does not run"
-    ):
-        qrt.LLM(str(mixture))
-    assert calibrate(tmp_path / "out", "--method", "rtn", "--eval-samples", "0") == 0
-    assert (
-        cli.main(["convert", "--model", str(tmp_path / "out"), "--to", "awq", "--out", str(tmp_path / "x")])
-        == 1
-    )
-    assert f"{name_of(mixture)} is a mixture of experts, which qrt does not run" in capsys.readouterr().err
+@torch.no_grad()
+def test_qrt_runs_the_result(best, mixture):
+    """Its logits are those of transformers with the codes' values in place of weights."""
+    ids = windows(1)
+    got = Requests(ours(best)).run([(0, ids[0].tolist())])[0]
+    assert relative(got, by_hand(mixture, best, torch.float32)(ids).logits[0]) < 1e-4

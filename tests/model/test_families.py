@@ -9,7 +9,6 @@ from safetensors.torch import load_file, save_file
 
 from hand_steps import Requests
 from qrt.arch import ARCHS
-from qrt.arch.runnable import read_arch
 from qrt.model.fused import FusedDecoder
 from qrt.quant.kv import KV_FORMATS
 from truth import ours
@@ -71,7 +70,7 @@ def test_every_architecture_that_runs_has_a_model_here():
     """A family that is added to the registry comes with a row."""
     text, images = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
     made = {spec.name or (images if spec.images else text)[spec.kind] for spec in MODELS.values()}
-    assert made == {name for name in ARCHS if read_arch({"architectures": [name]}, name).experts is None}
+    assert made == set(ARCHS)
 
 
 def other_names(folder, change):

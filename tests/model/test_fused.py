@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hand_steps import Requests
-from qrt.arch.runnable import read_arch
+from qrt.arch.read import read_arch
 from qrt.kernels import chain
 from qrt.layers.mlp import MLP
 from qrt.model import fused, merged

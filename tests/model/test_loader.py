@@ -220,11 +220,6 @@ def test_a_bad_config_reaches_the_user(broken):
             UnsupportedError,
             "unknown architecture 'GemmaNineForCausalLM' .known: Llama",
         ),
-        (
-            ["MixtralForCausalLM"],
-            UnsupportedError,
-            "MixtralForCausalLM is a mixture of experts, which qrt does",
-        ),
         (None, CheckpointError, "architectures: expected a list of one name"),
     ],
 )

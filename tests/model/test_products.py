@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fake_gpu import META, fake_gpu, meta_weight
-from qrt.arch.runnable import read_arch
+from qrt.arch.read import read_arch
 from qrt.kernels.linear.product import Epilogue, Kernel
 from qrt.layers.linear import Linear
 from qrt.llm import LLM

@@ -15,7 +15,7 @@ import torch
 
 from hand_steps import Requests
 from packed_words import awq_tensors, gptq_tensors
-from qrt.arch.runnable import read_arch
+from qrt.arch.read import read_arch
 from qrt.errors import CheckpointError
 from qrt.model.stacks import stacks
 from qrt.quant.checkpoint import open_checkpoint

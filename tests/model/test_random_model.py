@@ -8,7 +8,7 @@ import torch
 
 from hand_steps import Requests
 from qrt import EngineConfig, SamplingParams
-from qrt.arch.runnable import read_arch
+from qrt.arch.read import read_arch
 from qrt.assets import model_path
 from qrt.engine.engine import Engine
 from qrt.errors import CheckpointError, ConfigError, UnsupportedError

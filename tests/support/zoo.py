@@ -33,6 +33,7 @@ POSITIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
 LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0 + i / 64 for i in range(16)]}
 LONG |= {"long_factor": [1.0 + i / 4 for i in range(16)]}
+EXPERTS = {"num_experts": 8, "num_local_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
 GRANITE = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.03}
 
 
@@ -71,8 +72,12 @@ MODELS: dict[str, Model] = {
     "ministral": Model("ministral", MIXED),
     "ministral3": Model("ministral3", {"rope_parameters": YARN | {
         "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 16}}),
+    "mixtral": Model("mixtral", EXPERTS),
     "qwen2": Model("qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2}),
     "qwen3": Model("qwen3"),
+    "qwen2_moe": Model("qwen2_moe", EXPERTS | {
+        "shared_expert_intermediate_size": 160, "decoder_sparse_step": 2, "norm_topk_prob": True}),
+    "qwen3_moe": Model("qwen3_moe", EXPERTS | {"mlp_only_layers": [1]}),
     "gemma": Model("gemma", {"num_key_value_heads": 1}),
     "gemma2": Model("gemma2", {
         "sliding_window": WINDOW, "query_pre_attn_scalar": 20, "layer_types": [SLIDES, FULL] * 2}),

@@ -75,7 +75,7 @@ def _mixture(arch: Arch, grids: Mapping[str, Grid | None], main: Grid) -> list[s
             "transformers loads experts wrong, almost without a warning, unless all of them are on the main "
             f"grid, {main.describe()}; vLLM and SGLang read them right"
         )
-    return [*found, f"qrt does not run {arch.name}; vLLM, SGLang and transformers do"]
+    return found
 
 
 def _split(config: Arch, weights: Sequence[tuple[str, tuple[int, ...], Grid]], size: int) -> str | None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from qrt.arch import Arch
-from qrt.arch.runnable import read_arch
+from qrt.arch.read import read_arch
 from qrt.errors import CheckpointError, ConfigError, UnsupportedError
 from qrt.folder import read_config
 from qrt.location import model_folder

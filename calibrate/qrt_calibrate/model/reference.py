@@ -156,13 +156,13 @@ class ReferenceLayer(nn.Module):
         found = stacks(arch, index)
         attention = [*found["qkv"].modules, *found["o"].modules]
         attention += [f"{layer}{name}" for name in (names.q_norm, names.k_norm)] if arch.qk_norm else []
-        mlp = [*found["gate_up"].modules, *found["down"].modules]
-        mlp += [f"{layer}{names.activation}"] if arch.act == "xielu" else []
         self.attend: Callable[[Tensor, Around], Tensor] = self._placed(
             layer, prefix := block_prefix(attention), Attention(arch, index, prefix, stored, device)
         )
         self.feed: Callable[[Tensor], Tensor]
         if feed is None:
+            mlp = [*found["gate_up"].modules, *found["down"].modules]
+            mlp += [f"{layer}{names.activation}"] if arch.act == "xielu" else []
             self.feed = self._placed(layer, prefix := block_prefix(mlp), Mlp(arch, index, prefix))
         else:
             assert arch.experts is not None

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from qrt.arch import Arch
-from qrt.arch.runnable import read_arch
+from qrt.arch.read import read_arch
 from qrt.assets import model_path
 from qrt.errors import ConfigError
 from qrt.registry import nearest

@@ -1,4 +1,4 @@
-"""Which architectures run, and how: `qrt-eval models` prints the table of the registry."""
+"""How each architecture runs: `qrt-eval models` prints the table of the registry."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from rich.table import Table
 
 from qrt.arch import ARCHS, Arch
-from qrt.arch.runnable import read_arch
+from qrt.arch.read import read_arch
 from qrt.model.build import build
 from qrt.model.decoder import Decoder
 from qrt.model.random import RandomWeights
@@ -27,22 +27,20 @@ class Row(NamedTuple):
     """What is true of one architecture.
 
     name        as in config.json
-    runs        whether qrt runs it
     layers      "fused", or the part that makes them run one operator at a time
     calibrated  whether qrt-calibrate quantizes it
     """
 
     name: str
-    runs: bool
     layers: str
     calibrated: bool
 
     def cells(self) -> tuple[str, ...]:
         """Return the row in words."""
-        return self.name, _yes(self.runs), self.layers, _yes(self.calibrated)
+        return self.name, self.layers, "yes" if self.calibrated else "no"
 
 
-HEADINGS = ("architecture", "runs", "layers", "calibrated")
+HEADINGS = ("architecture", "layers", "calibrated")
 
 
 def run(arguments: Namespace) -> None:
@@ -78,10 +76,8 @@ def rows() -> list[Row]:
 def _row(name: str) -> Row:
     arch = read_arch({"architectures": [name]}, name)
     calibrated = uncalibrated(arch) is None
-    if arch.experts is not None:
-        return Row(name, False, "", calibrated)
     part = unfused_part(_small(arch))
-    return Row(name, True, "fused" if part is None else part.removeprefix("layer 0: "), calibrated)
+    return Row(name, "fused" if part is None else part.removeprefix("layer 0: "), calibrated)
 
 
 def _small(arch: Arch) -> Decoder:
@@ -89,7 +85,3 @@ def _small(arch: Arch) -> Decoder:
     sizes: dict[str, Any] = {**SMALL, "num_heads": 2, "num_kv_heads": 2, "alibi": arch.alibi[:2]}
     weights = RandomWeights(lambda module: ("fp16", None), torch.device("cpu"), torch.float32)
     return build(replace(arch.of_layers(1), **sizes), weights, progress=None)
-
-
-def _yes(fact: bool) -> str:
-    return "yes" if fact else "no"

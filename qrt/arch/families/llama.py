@@ -8,6 +8,7 @@ from typing import Any
 
 from qrt.arch.base import Arch, Layer, Norm
 from qrt.arch.entries import MAX_LAYERS, Entries, number, positive, token_ids, typed
+from qrt.arch.experts import Experts
 from qrt.arch.rope import rope
 from qrt.errors import CheckpointError, UnsupportedError
 
@@ -108,6 +109,13 @@ def each(arch: Arch, change: Callable[[int, Layer], dict[str, Any]]) -> Arch:
     return replace(
         arch, layers=tuple(replace(layer, **change(i, layer)) for i, layer in enumerate(arch.layers))
     )
+
+
+def sparse(
+    arch: Arch, experts: Experts, layers: Callable[[int], bool] = lambda i: True, **changes: Any
+) -> Arch:
+    """Return `arch` with a mixture of experts in those layers of which `layers` says so, by index."""
+    return replace(each(arch, lambda i, layer: {"sparse": layers(i)}), experts=experts, **changes)
 
 
 def neighbours(arch: Arch) -> Arch:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from qrt.arch.base import Arch, Experts, QScale
+from qrt.arch.base import Arch, QScale
 from qrt.arch.entries import MAX_LAYERS, Entries, number, positive
-from qrt.arch.families.llama import each, llama, windows
+from qrt.arch.experts import Experts, Router
+from qrt.arch.families.llama import llama, sparse, windows
 from qrt.arch.rope import parameters
 
 DEFAULTS = {"intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072}
@@ -48,14 +49,22 @@ def ministral3(c: Entries) -> Arch:
     return replace(arch, q_scale=QScale(number(entry, "llama_4_scaling_beta"), length))
 
 
+MIXTRAL: dict[str, Any] = {
+    "module": "block_sparse_moe.experts",
+    "parts": ("w1", "w3", "w2"),
+    "gate": "block_sparse_moe.gate",
+}
+
+
 def mixtral(c: Entries) -> Arch:
     """Mixtral: Mistral with a mixture of experts in place of every mlp."""
     c = c.filled({"num_local_experts": "num_experts"}, num_local_experts=8, sliding_window=None)
-    c = c.filled(rms_norm_eps=1e-5, rope_theta=1e6)
+    c = c.filled(rms_norm_eps=1e-5, rope_theta=1e6, num_experts_per_tok=2)
+    arch = mistral(c)
     experts = Experts(
         positive(c, "num_local_experts", most=MAX_LAYERS),
-        module="block_sparse_moe.experts",
-        parts=("w1", "w3", "w2"),
-        routers=("block_sparse_moe.gate",),
+        arch.intermediate_size,
+        Router(positive(c, "num_experts_per_tok"), "top"),
+        **MIXTRAL,
     )
-    return each(mistral(c, experts=experts), lambda i, layer: {"sparse": True})
+    return sparse(arch, experts)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
-from qrt.arch.base import Arch, Experts, Layer, Names, Norm
+from qrt.arch.base import Arch, Layer, Names, Norm
 from qrt.arch.entries import MAX_LAYERS, Entries, expect, number, positive, typed
-from qrt.arch.families.llama import full, llama, windows
+from qrt.arch.experts import Experts, Router
+from qrt.arch.families.llama import full, llama, sparse, windows
 
 DEFAULTS = {
     "vocab_size": 151936,
@@ -19,7 +19,12 @@ DEFAULTS = {
     "sliding_window": 4096,
     "max_window_layers": 28,
 }
-MIXTURE = {"hidden_size": 2048, "num_hidden_layers": 24, "decoder_sparse_step": 1}
+MIXTURE = {
+    "hidden_size": 2048,
+    "num_hidden_layers": 24,
+    "decoder_sparse_step": 1,
+    "norm_topk_prob": False,
+}
 
 
 def qwen(c: Entries) -> Arch:
@@ -58,19 +63,23 @@ def qwen3(c: Entries, **changes: Any) -> Arch:
 def qwen2_moe(c: Entries) -> Arch:
     """Qwen 1.5 and 2 MoE: a mixture beside an expert that all tokens go through."""
     c = c.filled(num_attention_heads=16, num_key_value_heads=16, num_experts=60, qkv_bias=True)
-    c = c.filled(moe_intermediate_size=1408, **MIXTURE).filled(**DEFAULTS)
-    shared = {"routers": ("mlp.gate", "mlp.shared_expert_gate"), "shared": "mlp.shared_expert"}
+    c = c.filled(moe_intermediate_size=1408, num_experts_per_tok=4, intermediate_size=5632, **MIXTURE)
+    c = c.filled(shared_expert_intermediate_size=5632, **DEFAULTS)
     # of the layers below `max_window_layers` every other one slides
     layers = upper(c, lambda i, first: i % 2 == 0 and i < first)
-    return qwen2(c, **_mixture(c, layers, **shared), qkv_bias=typed(c, "qkv_bias", bool))
+    return _mixture(
+        c, qwen2(c, layers=layers, qkv_bias=typed(c, "qkv_bias", bool)), shared="mlp.shared_expert",
+        shared_width=positive(c, "shared_expert_intermediate_size"), shared_gate="mlp.shared_expert_gate",
+    )  # fmt: skip
 
 
 def qwen3_moe(c: Entries) -> Arch:
     """Qwen 3 MoE."""
     c = c.filled({"num_experts": "num_local_experts"}, num_experts=128, num_key_value_heads=4, head_dim=None)
-    c = c.filled(moe_intermediate_size=768, **MIXTURE).filled(**DEFAULTS)
+    c = c.filled(moe_intermediate_size=768, num_experts_per_tok=8, intermediate_size=6144, **MIXTURE)
+    c = c.filled(**DEFAULTS)
     layers = windows(c, lambda i: True, listed=False) if typed(c, "use_sliding_window", bool) else full(c)
-    return qwen3(c, **_mixture(c, layers))
+    return _mixture(c, qwen3(c, layers=layers))
 
 
 def upper(c: Entries, slides: Callable[[int, int], bool] = lambda i, first: i >= first) -> tuple[Layer, ...]:
@@ -81,15 +90,13 @@ def upper(c: Entries, slides: Callable[[int, int], bool] = lambda i, first: i >=
     return windows(c, lambda i: slides(i, first))
 
 
-def _mixture(c: Entries, layers: tuple[Layer, ...], **experts: Any) -> dict[str, Any]:
-    """Return what a mixture changes: its experts, and which layers have them.
+def _mixture(c: Entries, arch: Arch, **experts: Any) -> Arch:
+    """Return `arch` with experts in its sparse layers.
 
-    All but `mlp_only_layers`, and of the others every `decoder_sparse_step`-th.
+    They are all but `mlp_only_layers`, and of the others every `decoder_sparse_step`-th.
     """
-    step, dense = typed(c, "decoder_sparse_step", int), c.get("mlp_only_layers") or []
-    sparse = [(i + 1) % step == 0 and i not in dense for i in range(len(layers))]
-    return {
-        "layers": tuple(replace(layer, sparse=own) for layer, own in zip(layers, sparse, strict=True)),
-        "experts": Experts(positive(c, "num_experts", most=MAX_LAYERS), **experts),
-        "intermediate_size": positive(c, "moe_intermediate_size"),
-    }
+    step, dense = positive(c, "decoder_sparse_step"), c.get("mlp_only_layers") or []
+    count, width = positive(c, "num_experts", most=MAX_LAYERS), positive(c, "moe_intermediate_size")
+    top_k, renormalize = positive(c, "num_experts_per_tok"), typed(c, "norm_topk_prob", bool)
+    own = Experts(count, width, Router(top_k, renormalize=renormalize), **experts)
+    return sparse(arch, own, lambda i: (i + 1) % step == 0 and i not in dense)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from qrt.arch.runnable import read_arch
+from qrt.arch.read import read_arch
 from qrt.quant.checkpoint import open_checkpoint
 from qrt_calibrate import cli
 from qrt_calibrate.estimate import duration

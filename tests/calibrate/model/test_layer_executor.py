@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from qrt.arch.runnable import read_arch
+from qrt.arch.read import read_arch
 from qrt.errors import CheckpointError
 from qrt.quant.checkpoint import open_checkpoint
 from qrt_calibrate.model import executor as executor_module

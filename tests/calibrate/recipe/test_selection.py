@@ -2,7 +2,7 @@
 
 import pytest
 
-from qrt.arch.runnable import read_arch
+from qrt.arch.read import read_arch
 from qrt.errors import ConfigError
 from qrt_calibrate.recipe.recipe import Grid, Override, Recipe, grid_of
 from qrt_calibrate.recipe.selection import select as select_grids

@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from qrt.arch.base import Smooth
-from qrt.arch.runnable import read_arch
+from qrt.arch.read import read_arch
 from qrt.errors import QrtError
 from qrt_calibrate.rounding.fold import Pair, check_unchanged
 from tiny_models import random_checkpoint

@@ -5,7 +5,7 @@ import json
 import pytest
 from transformers import AutoConfig
 
-from qrt.arch.runnable import read_arch
+from qrt.arch.read import read_arch
 from qrt.errors import ConfigError
 from qrt.quant.checkpoint import open_checkpoint
 from qrt.text.tokenizer import Tokenizer

@@ -20,6 +20,5 @@ def test_the_page_shows_the_table():
     assert "\n".join(markdown()) in (ROOT / "docs" / "models.md").read_text()
 
 
-def test_the_readme_counts_those_that_run():
-    running = sum(row.runs for row in rows())
-    assert f"[{running} dense architectures]" in (ROOT / "README.md").read_text()
+def test_the_readme_counts_them():
+    assert f"[{len(list(ARCHS))} architectures]" in (ROOT / "README.md").read_text()

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from errors import assert_names
-from qrt.arch.runnable import read_arch
+from qrt.arch.read import read_arch
 from qrt_eval.speed.kernels import peers
 from qrt_eval.speed.kernels.timer import Rates
 

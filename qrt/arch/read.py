@@ -1,4 +1,4 @@
-"""Tell which architecture a config.json names, read it, and say whether qrt runs it."""
+"""Tell which architecture a config.json names, and read it."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 from qrt.arch import ARCHS, Arch
 from qrt.arch.entries import Entries
-from qrt.errors import CheckpointError, UnsupportedError
+from qrt.errors import CheckpointError
 
 
 def architecture(config: Mapping[str, Any], path: str | Path) -> str:
@@ -40,14 +40,4 @@ def read_arch(config: Mapping[str, Any], path: str | Path) -> Arch:
     entries = Entries(config, architecture(config, path))
     arch = ARCHS[entries.architecture](entries)
     entries.refuse_unread()
-    return arch
-
-
-def runnable(config: Mapping[str, Any], path: str | Path) -> Arch:
-    """Do as `read_arch`; UnsupportedError also for what qrt knows and does not run."""
-    arch = read_arch(config, path)
-    if arch.experts is not None:
-        raise UnsupportedError(
-            f"{arch.name} is a mixture of experts, which qrt does not run; vLLM and SGLang do"
-        )
     return arch
