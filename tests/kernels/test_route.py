@@ -6,7 +6,7 @@ import pytest
 import torch
 from operators import check_operator
 
-from qrt.kernels.route import ref, route
+from qrt.kernels.route import kernel, ref, route
 
 PLAIN = {
     "correction": None, "bias": None, "score": "softmax", "renormalize": False, "factor": 1.0, "groups": 1,
@@ -97,17 +97,72 @@ def check(function, x, weight, top_k, **rules):
 
 @pytest.mark.parametrize("experts, top_k, rules", CASES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_matches_fp64(experts, top_k, rules, dtype):
+def test_reference_matches_fp64(experts, top_k, rules, dtype):
     x, weight, made = case(experts, rules, 9, 96, dtype=dtype)
     check(ref.route, x, weight, top_k, **made)
 
 
-def test_of_equal_experts_the_lower_index_is_chosen():
-    x, weight = torch.ones(3, 4), torch.zeros(8, 4)
-    weight[5:7] = 1.0
-    assert run(route, x, weight, 4)[1].tolist() == [[5, 6, 0, 1]] * 3
+@pytest.mark.ptx(dtype=[torch.bfloat16])
+@pytest.mark.parametrize("experts, top_k, rules", CASES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_kernel_matches_fp64(device, experts, top_k, rules, dtype):
+    """With K split, and an odd number of inputs."""
+    x, weight, made = case(experts, rules, 5, 2 * 8192 // 16 + 40, device, dtype)
+    check(kernel.route, x, weight, top_k, **made)
+
+
+@pytest.mark.parametrize("tokens, hidden", [(1, 64), (40, 48), (17, 300)])
+def test_blocks_of_tokens(device, tokens, hidden):
+    x, weight, made = case(24, {"renormalize": True}, tokens, hidden, device)
+    check(kernel.route, x, weight, 3, **made)
+
+
+def test_sums_of_splits_repeat_bit_for_bit(device):
+    """Counters are 0 again, and belong to the router."""
+    x, weight, _ = case(128, {}, 3, 2048, device, torch.bfloat16)
+    assert kernel.plan(3, 2048, 128).splits == 32
+    first = run(kernel.route, x, weight, 8)
+    for _ in range(3):
+        assert all(map(torch.equal, run(kernel.route, x, weight, 8), first))
+    assert not weight.qrt_arrivals.any()
+
+
+def test_a_router_in_fp32_is_not_rounded(device):
+    """Nor are logits, of activations in bf16: they differ by less than bf16 tells apart."""
+    x = torch.ones(2, 64, device=device).bfloat16()
+    weight = torch.ones(8, 64, device=device)
+    weight[3:5, 7] += torch.tensor([1e-3, 2e-3], device=device)
+    assert run(kernel.route, x, weight, 2)[1].tolist() == [[4, 3]] * 2
+    assert run(ref.route, x, weight, 2)[1].tolist() == [[4, 3]] * 2
+
+
+def test_tokens_that_are_not_numbers_choose_experts_that_exist(device):
+    x, weight, made = case(
+        12, {"score": "sigmoid", "correction": True, "groups": 3, "kept": 2}, 3, 32, device
+    )
+    x[1] = float("nan")
+    _, chosen = run(kernel.route, x, weight, 4, **made)
+    assert ((chosen >= 0) & (chosen < 12)).all()
+
+
+@pytest.mark.parametrize("tokens, hidden, columns", [
+    (1, 2048, 128), (16, 2880, 32), (64, 2048, 128), (8192, 2048, 128), (8192, 2048, 512), (1000, 4096, 16),
+])  # fmt: skip
+def test_plans_cover_all_inputs_with_programs_for_all_multiprocessors(tokens, hidden, columns):
+    how = kernel.plan(tokens, hidden, columns)
+    assert how.share * how.splits * how.inputs >= hidden > how.share * (how.splits - 1) * how.inputs
+    blocks = -(-tokens // how.tokens)
+    assert how.splits == 1 or blocks * how.splits <= kernel.COUNTERS
+    assert how.tokens * columns <= 16384
+
+
+@pytest.mark.parametrize("implementation", [ref, kernel], ids=["ref", "triton"])
+def test_of_equal_experts_the_lower_index_is_chosen(device, implementation):
+    x, weight = torch.ones(3, 4, device=device), torch.zeros(8, 4, device=device)
     rules = {"groups": 4, "kept": 2, "score": "sigmoid"}
-    assert run(route, x, torch.zeros(8, 4), 3, **rules)[1].tolist() == [[0, 1, 2]] * 3
+    assert run(implementation.route, x, weight, 3, **rules)[1].tolist() == [[0, 1, 2]] * 3
+    weight[5:7] = 1.0
+    assert run(implementation.route, x, weight, 4)[1].tolist() == [[5, 6, 0, 1]] * 3
 
 
 def test_no_tokens():
@@ -216,15 +271,18 @@ ROUTERS = [
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("implementation", [ref, kernel], ids=["ref", "triton"])
 @pytest.mark.parametrize("router", ROUTERS)
-def test_equals_transformers(router):
+def test_equals_transformers(device, implementation, router):
     """Experts may come in another order there."""
     theirs, top_k, rules, others = router()
     theirs.eval()
     weight = torch.nn.init.normal_(theirs.weight)
     x = torch.randn(TOKENS, HIDDEN) * 0.3
     _, want, experts = (None, *theirs(x, *others)[-2:])
-    weights, chosen = run(route, x, weight, top_k, **rules)
+    rules = {name: rule.to(device) if torch.is_tensor(rule) else rule for name, rule in rules.items()}
+    found = run(implementation.route, x.to(device), weight.to(device), top_k, **rules)
+    weights, chosen = (tensor.cpu() for tensor in found)
     size = TOKENS, weight.shape[0]
     ours = torch.zeros(size).scatter_(1, chosen.long(), weights)
     torch.testing.assert_close(ours, torch.zeros(size).scatter_(1, experts, want), rtol=1e-5, atol=1e-7)
@@ -241,3 +299,19 @@ def test_equals_llama4():
     weights, chosen = run(route, x, router.weight, 2, score="sigmoid")
     ours = torch.zeros(TOKENS, 16).scatter_(1, chosen.long(), weights)
     torch.testing.assert_close(ours, router(x)[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("experts, top_k", [(8, 2), (128, 8), (256, 8), (512, 10)])
+@pytest.mark.parametrize("tokens", [1, 16, 100, 1024, 8192])
+def test_model_sizes(device, tokens, experts, top_k, dtype):
+    """Experts that differ by less than the error of fp32 sums may change places."""
+    x, weight, _ = case(experts, {}, tokens, 2048, device, dtype)
+    logits = x.double() @ weight.double().T
+    weights, chosen = run(kernel.route, x, weight, top_k)
+    picked, best = logits.gather(1, chosen.long()), logits.topk(top_k).values
+    torch.testing.assert_close(picked, best, rtol=0, atol=2e-5)
+    want = logits.softmax(1).gather(1, chosen.long())
+    torch.testing.assert_close(weights.double(), want, rtol=1e-4, atol=1e-9)
+    assert all(map(torch.equal, run(kernel.route, x, weight, top_k), (weights, chosen)))

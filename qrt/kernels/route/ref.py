@@ -66,7 +66,9 @@ def route(
         weights, chosen = sparsemixer(logits, jitter)
         return weights * factor, chosen.int()
     scores = SCORES[score](logits)
-    judged = scores if correction is None else scores + correction
+    judged = logits  # in the order of their scores, but never rounded to equal ones
+    if correction is not None or groups > 1:
+        judged = scores if correction is None else scores + correction
     if groups > 1:
         judged = in_best_groups(judged, groups, kept, group_top)
     chosen = best(judged, top_k)
