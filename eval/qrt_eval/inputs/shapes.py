@@ -162,6 +162,37 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "max_position_embeddings": 16384,
         },
     ),
+    "qwen3-30b-a3b": (
+        "Qwen3MoeForCausalLM",
+        _QWEN3
+        | {
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "moe_intermediate_size": 768,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": True,
+            "num_hidden_layers": 48,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+        },
+    ),
+    "mixtral-8x7b": (
+        "MixtralForCausalLM",
+        {
+            "vocab_size": 32000,
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "rope_theta": 1e6,
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 32768,
+        },
+    ),
     "glm-4-9b": ("GlmForCausalLM", {}),
     "gemma-2-9b": (
         "Gemma2ForCausalLM",

@@ -22,6 +22,7 @@ from qrt.config import EngineConfig
 from qrt.engine.engine import Engine
 from qrt.engine.garbage import short_collections
 from qrt.errors import ConfigError
+from qrt.layers.experts import ExpertLinear
 from qrt.location import model_name
 from qrt.model.decoder import Decoder
 from qrt.sampling_params import SamplingParams
@@ -119,12 +120,22 @@ def measure(engine: Engine, batch: int, arguments: Namespace, rate: float | None
     row = summary(batch, input_len, output_len, prefill_s, steps_s)
     row["host_gap"] = timeline.summary()["decode_host_gap"] if timeline else None
     kv_bytes = batch * engine.kv_bytes_read(input_len + output_len // 2)
-    return row | floor(linear_bytes(engine.model), kv_bytes, rate)
+    return row | floor(weight_bytes(engine.model, batch), kv_bytes, rate)
 
 
-def linear_bytes(model: Decoder) -> int:
-    """Return the bytes that a step reads of weights: every Linear, with the head."""
-    return sum(t.nbytes for linear in model.linears() for t in linear.parameters())
+def weight_bytes(model: Decoder, tokens: int) -> float:
+    """Return the bytes that a step of `tokens` tokens reads of weights: every Linear, with the head.
+
+    Of experts it reads those that are chosen. Where any is as likely as another that is a share of
+    1 - (1 - k / E)^tokens of them.
+    """
+    found = 0.0
+    for linear in model.linears():
+        read = float(sum(tensor.nbytes for tensor in linear.parameters()))
+        if isinstance(linear, ExpertLinear) and (experts := model.arch.experts) is not None:
+            read *= 1 - (1 - experts.router.top_k / experts.count) ** tokens
+        found += read
+    return found
 
 
 def compared(arguments: Namespace, device: torch.device, rate: float | None) -> list[dict[str, Any]]:
@@ -160,7 +171,7 @@ def summary(
     }
 
 
-def floor(weight_bytes: int, kv_bytes: float, rate: float | None) -> dict[str, Any]:
+def floor(weight_bytes: float, kv_bytes: float, rate: float | None) -> dict[str, Any]:
     """Return what a decode step reads, and how long the memory alone takes for that."""
     return {
         "kv_bytes_per_step": kv_bytes,

@@ -31,7 +31,7 @@ from qrt_eval.inputs.lengths import refuse_beside_lengths, sources
 from qrt_eval.results.console import show
 from qrt_eval.results.record import engine_facts, save
 from qrt_eval.speed.feed import Feed, feed
-from qrt_eval.speed.latency import build_engine, described, linear_bytes
+from qrt_eval.speed.latency import build_engine, described, weight_bytes
 from qrt_eval.speed.workload import Load, all_at_once, in_batches, warmup
 
 BATCHES = [1, 8, 32]  # the default of --batch
@@ -138,7 +138,9 @@ def figures(engine: Engine, load: Load, run: Feed) -> dict[str, Any]:
     """Return the figures of one run."""
     total, window = run.total, run.window
     length = total.kv_tokens / max(1, total.output_tokens)
-    read = total.steps * linear_bytes(engine.model) + total.output_tokens * engine.kv_bytes_read(length)
+    tokens = (run.input_tokens + total.output_tokens) // max(1, total.steps)
+    read = total.steps * weight_bytes(engine.model, tokens)
+    read += total.output_tokens * engine.kv_bytes_read(length)
     found: dict[str, Any] = {
         "elapsed_time": total.seconds,
         "num_requests": len(load.requests),

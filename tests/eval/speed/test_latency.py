@@ -1,13 +1,18 @@
 """Test `qrt-eval latency` on a small shape: its rows, and those of transformers."""
 
+from itertools import combinations
+
 import pytest
 import torch
 
 from errors import assert_error, assert_names
+from qrt.arch.read import read_arch
 from qrt.model.fused import FusedDecoder
+from qrt.model.random import random_model
 from qrt_eval.cli import main
 from qrt_eval.reports.tables import latencies
 from qrt_eval.speed import latency, transformers_latency
+from qrt_eval.speed.latency import weight_bytes
 from result_schema import checked
 
 
@@ -93,3 +98,14 @@ def test_transformers_model_has_the_same_shape_in_bf16():
 def test_comparing_needs_a_shape(capsys):
     assert main(["latency", "--model", "tiny", "--compare"]) == 1
     assert_error(capsys.readouterr().err, "--compare", "--shape", "--model")
+
+
+def test_a_step_reads_the_experts_that_its_tokens_choose():
+    """One token reads its own; of two tokens the second chooses some that the first did not."""
+    sizes = {"vocab_size": 64, "num_hidden_layers": 1, "num_experts": 8, "num_experts_per_tok": 2}
+    arch = read_arch({"architectures": ["Qwen3MoeForCausalLM"], **sizes, "hidden_size": 64}, "x")
+    model = random_model(arch, "fp16", device=torch.device("cpu"), dtype=torch.float32)
+    expert = 3 * 64 * 768 * 4
+    dense = weight_bytes(model, 1) - 2 * expert
+    chosen = [len({*a, *b}) for a in combinations(range(8), 2) for b in combinations(range(8), 2)]
+    assert weight_bytes(model, 2) == pytest.approx(dense + sum(chosen) / len(chosen) * expert)

@@ -24,7 +24,7 @@ from qrt_eval.speed.kernels.attention import randomize
 from qrt_eval.speed.kernels.linear import in_int8
 from qrt_eval.speed.kernels.row import Row
 from qrt_eval.speed.kernels.timer import Rates, activation_dtype, microseconds
-from qrt_eval.speed.latency import linear_bytes
+from qrt_eval.speed.latency import weight_bytes
 
 GPU_LAYERS = 8  # with distinct weights
 VOCABULARY = 256  # small, as embedding and head are not timed
@@ -50,7 +50,7 @@ def rows(config: Arch, sizes: Sequence[tuple[int, int]], rates: Rates, device: t
         for batch, context in sizes:
             us = layer_us(model, decode_step(model, kv, batch, context))
             slot_bytes = fmt.bytes_per_slot(config.num_kv_heads, config.head_dim, model.dtype)
-            num_bytes = _weight_bytes(model) + batch * context * slot_bytes
+            num_bytes = _weight_bytes(model, batch) + batch * context * slot_bytes
             flops = batch * _flops_per_token(model, context)
             names = [plain if name == "fp16" else name for name in (scheme, kv)]
             what, at = "{}, KV {}".format(*names), f"{batch} x {context}"
@@ -72,7 +72,7 @@ def chain_rows(config: Arch, tokens: Sequence[int], rates: Rates, device: torch.
             y, residual = (torch.randn(m, width, device=device, dtype=model.dtype) for width in widths)
             calls = [(layer, [y], residual, layer.chains(residual)) for layer in blocks]
             us = microseconds(FusedLayer.after_attention, calls)
-            flops, num_bytes = m * _flops_per_token(model, 0), _weight_bytes(model)
+            flops, num_bytes = m * _flops_per_token(model, 0), _weight_bytes(model, m)
             what = _plain(device) if scheme == "fp16" else scheme
             floor_us = rates.floor_us(num_bytes, flops, in_int8(scheme))
             yield Row("chain", what, f"M={m}", us, floor_us, num_bytes, flops, ours=scheme != "fp16")
@@ -90,9 +90,10 @@ def layers(config: Arch, scheme: str, device: torch.device) -> Decoder:
     return random_model(config, scheme, device=device, dtype=activation_dtype(device))
 
 
-def _weight_bytes(model: Decoder) -> int:
-    """Return the bytes of one layer's weights."""
-    return (linear_bytes(model) - sum(t.nbytes for t in model.head.parameters())) // model.arch.num_layers
+def _weight_bytes(model: Decoder, tokens: int) -> int:
+    """Return the bytes that `tokens` tokens read of one layer's weights."""
+    head = sum(t.nbytes for t in model.head.parameters())
+    return round((weight_bytes(model, tokens) - head) / model.arch.num_layers)
 
 
 def layer_us(model: Decoder, step: tuple[StepMeta, KVStorage]) -> float:
@@ -132,6 +133,8 @@ def _flops_per_token(model: Decoder, context: int) -> int:
     config = model.arch
     attention = 4 * context * config.num_heads * config.head_dim
     hidden, inner = config.hidden_size, config.intermediate_size
+    if (experts := config.experts) is not None:
+        inner = experts.router.top_k * experts.width + experts.shared_width
     width = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     products = hidden * width + config.num_heads * config.head_dim * hidden + 3 * hidden * inner
     return attention + 2 * products

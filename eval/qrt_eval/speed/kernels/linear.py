@@ -12,7 +12,7 @@ from qrt.arch import Arch
 from qrt.kernels.linear import linear
 from qrt.layers.linear import Linear
 from qrt.model.random import RandomWeights
-from qrt.model.stacks import Stack
+from qrt.model.stacks import Stack, stacks
 from qrt.quant.weight import WEIGHT_SCHEMES
 from qrt_eval.speed.kernels.row import Row
 from qrt_eval.speed.kernels.timer import Rates, activation_dtype, copies, microseconds
@@ -29,14 +29,9 @@ def heads() -> set[str]:
 
 
 def products(config: Arch) -> dict[str, tuple[int, int]]:
-    """Return (K, N) of the fused Linears of a layer, by name."""
-    hidden, dim = config.hidden_size, config.head_dim
-    return {
-        "qkv": (hidden, (config.num_heads + 2 * config.num_kv_heads) * dim),
-        "o": (config.num_heads * dim, hidden),
-        "gate_up": (hidden, 2 * config.intermediate_size),
-        "down": (config.intermediate_size, hidden),
-    }
+    """Return (K, N) of the fused Linears of the first layer that all tokens go through, by name."""
+    found = stacks(config, 0)
+    return {name: (stack.in_features, sum(stack.outs)) for name, stack in found.items()}
 
 
 def head(config: Arch) -> tuple[int, int]:

@@ -128,12 +128,14 @@ def test_tuning_without_a_gpu_is_refused(capsys):
 def test_shapes_have_the_published_sizes(name):
     config = shapes.shape(name)
     sizes = sum(k * n for k, n in products(config).values())
+    if (experts := config.experts) is not None:
+        sizes += experts.count * 3 * config.hidden_size * experts.width
     tables = config.vocab_size * config.hidden_size * (1 if config.tied_embeddings else 2)
     billions = (config.num_layers * sizes + tables) / 1e9
     published = {"llama-3.2-1b": 1.24, "llama-3-8b": 8.03, "llama-3-70b": 70.6, "mistral-7b": 7.25,
                  "qwen3-0.6b": 0.6, "qwen3-8b": 8.19, "qwen3-32b": 32.8, "qwen2.5-7b": 7.62,
                  "mistral-small-24b": 23.6, "phi-4": 14.7, "glm-4-9b": 9.4, "gemma-2-9b": 9.24,
-                     "gemma-3-27b": 27.0}  # fmt: skip
+                 "gemma-3-27b": 27.0, "qwen3-30b-a3b": 30.5, "mixtral-8x7b": 46.7}  # fmt: skip
     assert billions == pytest.approx(published[name], rel=0.01)
     assert config.windows == {"gemma-2-9b": (4096, 0), "gemma-3-27b": (1024, 0)}.get(name, (0,))
 
