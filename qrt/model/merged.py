@@ -101,9 +101,12 @@ def int8_for_norm(linear: Linear, x: QuantizedTokens) -> Tensor:
 
 def mixture_for_norm(mixture: Mixture, x: Tensor) -> Tensor:
     """Return the mixture of x [T, H] for an AddNorm: [T, H], or the experts' outputs fp32 [k, T, H]."""
-    if not x.is_cuda or len(x) > SPLIT_TOKENS or mixture.shared is not None:
-        return mixture(x)
-    return mixture.summands(x)
+    return mixture.summands(x) if leaves_sums(mixture, x) else mixture(x)
+
+
+def leaves_sums(mixture: Mixture, x: Tensor) -> bool:
+    """Return whether the norm behind adds up the experts' outputs."""
+    return x.is_cuda and len(x) <= SPLIT_TOKENS and mixture.shared is None
 
 
 def splits(linear: Linear, x: Tensor) -> bool:

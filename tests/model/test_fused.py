@@ -85,6 +85,7 @@ def as_on_a_hopper_gpu(monkeypatch):
         "splits",
         lambda linear, x: takes_int8(linear) and linear.bias is None and len(x) <= merged.SPLIT_TOKENS,
     )
+    monkeypatch.setattr(merged, "leaves_sums", lambda mixture, x: mixture.shared is None)
 
 
 @pytest.fixture
@@ -146,12 +147,17 @@ def test_a_layer_of_several_schemes_is_not_chained(called):
 
 
 # norms behind blocks (alone or also in front), norms in fp32, scaled embeddings and blocks, other mlps;
-# LayerNorm with bias, without and without weight, blocks side by side
+# LayerNorm with bias, without and without weight, blocks side by side; experts, also beside a shared mlp
 OTHERS = {
     "Gemma2ForCausalLM": {}, "GemmaForCausalLM": {}, "Glm4ForCausalLM": {}, "Olmo2ForCausalLM": {},
     "Exaone4ForCausalLM": {}, "ArceeForCausalLM": {}, "PhiForCausalLM": {}, "CohereForCausalLM": {},
     "Starcoder2ForCausalLM": {}, "OlmoForCausalLM": {}, "GPTNeoXForCausalLM": {},
     "GraniteForCausalLM": {"residual_multiplier": 0.22, "embedding_multiplier": 12.0},
+    # all experts are chosen, as another choice by another rounding would say nothing
+    "MixtralForCausalLM": {"num_local_experts": 4, "num_experts_per_tok": 4},
+    "Qwen2MoeForCausalLM": {
+        "num_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 128, "decoder_sparse_step": 2,
+        "shared_expert_intermediate_size": 128},
 }  # fmt: skip
 
 

@@ -168,6 +168,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         | {
             "hidden_size": 2048,
             "intermediate_size": 6144,
+            "model_type": "qwen3_moe",
             "moe_intermediate_size": 768,
             "num_experts": 128,
             "num_experts_per_tok": 8,
