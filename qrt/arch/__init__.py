@@ -47,6 +47,7 @@ ARCHS: Registry[Callable[[Entries], Arch]] = Registry(
         "LlavaForConditionalGeneration": f"{_FAMILIES}.vision:named_model",
         "LlavaOnevisionForConditionalGeneration": f"{_FAMILIES}.vision:named_model",
         "MiniCPMForCausalLM": f"{_FAMILIES}.others:minicpm",
+        "GptOssForCausalLM": f"{_FAMILIES}.gpt_oss:gpt_oss",
         "GraniteForCausalLM": f"{_FAMILIES}.others:granite",
         "SmolLM3ForCausalLM": f"{_FAMILIES}.others:smollm3",
         "SeedOssForCausalLM": f"{_FAMILIES}.others:seed_oss",

@@ -53,6 +53,7 @@ class Names:
 
     From `q` on they are relative to a decoder layer. `qkv` and `gate_up` name the projection that stacks
     those parts: in the checkpoint where `Arch.qkv` or `Arch.gate_up` says so, else only in other engines.
+    `sinks` is a tensor, a score of each head that joins the softmax and has no value.
     """
 
     embed: str = "model.embed_tokens"
@@ -68,6 +69,7 @@ class Names:
     o: str = "self_attn.o_proj"
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
+    sinks: str | None = None
     gate: str = "mlp.gate_proj"
     up: str = "mlp.up_proj"
     gate_up: str = "mlp.gate_up_proj"

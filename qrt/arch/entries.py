@@ -45,6 +45,7 @@ MEANINGFUL: Mapping[str, tuple[Any, ...]] = {
     "rotary_pct": (1,),
     "scale_depth": (),
     "scale_emb": (1,),
+    "swiglu_limit": (),
     "use_parallel_residual": (False,),
     "use_qk_norm": (False,),
 }

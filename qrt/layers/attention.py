@@ -83,10 +83,10 @@ class Attention:
         return q, k, v
 
     def parameters(self) -> list[Tensor]:
-        """Every tensor outside its Linears."""
-        return [
-            t for norm in (self.spec.q_norm, self.spec.k_norm) if norm is not None for t in norm.parameters()
-        ]
+        """Every weight tensor outside its Linears."""
+        norms = [norm for norm in (self.spec.q_norm, self.spec.k_norm) if norm is not None]
+        sinks = [] if self.scores.sinks is None else [self.scores.sinks]
+        return [tensor for norm in norms for tensor in norm.parameters()] + sinks
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, step: StepMeta, kv: KVLayer, rope: RopeTables

@@ -195,7 +195,14 @@ class _Layer:
             arch.windows.index(window),
             arch.softcap or 0.0,
             slopes if arch.alibi else None,
+            self._sinks(),
         )
+
+    def _sinks(self) -> Tensor | None:
+        arch = self.arch
+        if arch.names.sinks is None:
+            return None
+        return self.weights.tensor(f"{self.prefix}.{arch.names.sinks}", (arch.num_heads,)).float()
 
     def _head_norm(self, name: str, heads: int) -> HeadNorm | None:
         arch, weights, full = self.arch, self.weights, f"{self.prefix}.{name}"

@@ -100,7 +100,7 @@ class CheckpointWeights:
         """Return the scheme and the canonical weight of `stack`, its rows in run-time order."""
         schemes, parts = [], []
         for module, out in zip(stack.modules, stack.outs, strict=True):
-            scheme, part = self.checkpoint.linear(module, transposed=stack.transposed)
+            scheme, part = self._stored(stack, module)
             if part.values.shape != (out, stack.in_features):
                 raise self._mismatch(module, part.values.shape, (out, stack.in_features))
             schemes.append(scheme)
@@ -119,6 +119,12 @@ class CheckpointWeights:
         if not stack.bias:
             weight = replace(weight, bias=None)  # zeros: check_names
         return schemes[0], weight if stack.order is None else weight.rows(stack.order)
+
+    def _stored(self, stack: Stack, module: str) -> tuple[str, WeightData]:
+        """Return the scheme and the canonical weight of one of the Linears of `stack`."""
+        if stack.expert is None:
+            return self.checkpoint.linear(module, transposed=stack.transposed)
+        return self.checkpoint.expert(module, stack.expert, transposed=stack.transposed)
 
     def _pack(self, stack: Stack, scheme: str, weight: WeightData) -> Linear:
         try:
@@ -142,7 +148,7 @@ class CheckpointWeights:
             raise self._mismatch(name, tensor.shape, shape)
         module = name.rpartition(".")[0]
         beside = ("weight", "bias", *XIELU_PARTS)  # a bias that nothing reads is zero: check_names
-        self.checkpoint.expect_no_more(module, [f"{module}.{part}" for part in beside])
+        self.checkpoint.expect_no_more(module, [name, *(f"{module}.{part}" for part in beside)])
         return tensor.to(self.device)
 
     def _mismatch(self, name: str, came: Iterable[int], expected: Iterable[int]) -> CheckpointError:

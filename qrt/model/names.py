@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 from qrt.arch import Arch
+from qrt.arch.experts import Experts
 from qrt.checks import first_few
 from qrt.errors import CheckpointError
 from qrt.model.stacks import stacks
@@ -58,6 +59,8 @@ def check_names(arch: Arch, checkpoint: Checkpoint) -> None:
         )
     known = wanted | {arch.names.head} if arch.tied_embeddings else wanted
     unused = [n for n in names if n.rpartition(".")[0] not in known]
+    stacks_in = _stacked_in(arch)
+    unused += [n for n in names if not n.startswith(stacks_in.get(n.rpartition(".")[0], ""))]
     if arch.norm.kind == "layer":  # whose norms may have biases
         biases |= {f"{module}.bias" for module in _norms(arch)}
     extra = [n for n in names if n.endswith(".bias") and n not in biases and n not in unused]
@@ -76,6 +79,8 @@ def modules(arch: Arch) -> Iterator[str]:
         yield from (f"{names.layers}.{index}.{name}" for name in _inside(arch.at(index)))
         if arch.act == "xielu":
             yield f"{names.layers}.{index}.{names.activation}"
+        if names.sinks is not None:
+            yield f"{names.layers}.{index}.{names.sinks}".rpartition(".")[0]
     yield from _norms(arch)
     yield names.embed
     yield from (name for name in (names.positions,) if name is not None)
@@ -96,6 +101,29 @@ def _inside(arch: Arch) -> Iterator[str]:
         yield from experts.routers
         if experts.correction is not None:
             yield experts.correction.rpartition(".")[0]
+
+
+def _expert_biases(experts: Experts) -> Iterator[str]:
+    """Names inside a layer of the biases of all experts."""
+    if experts.stacked is None:
+        yield from (f"{part}.bias" for own in experts.all for part in own)
+    else:
+        yield from (
+            f"{experts.module}.{part}_bias" for part in (experts.stacked.gate_up, experts.stacked.down)
+        )
+
+
+def _stacked_in(arch: Arch) -> dict[str, tuple[str, ...]]:
+    """Return the beginnings of stacked experts' names by the module that holds them and nothing else."""
+    found: dict[str, tuple[str, ...]] = {}
+    for index in range(arch.num_layers):
+        experts = arch.at(index).experts
+        if experts is not None and (own := experts.stacked) is not None:
+            for name in (own.gate_up, own.down):
+                whole = f"{arch.names.layers}.{index}.{experts.module}.{name}"
+                parent = whole.rpartition(".")[0]
+                found[parent] = (*found.get(parent, ()), whole)
+    return found
 
 
 def _norms(arch: Arch) -> Iterator[str]:
@@ -127,7 +155,7 @@ def _biases(arch: Arch) -> Iterator[str]:
         experts = arch.at(index).experts
         if experts is not None and experts.gate_bias:
             yield f"{arch.names.layers}.{index}.{experts.gate}.bias"
-        if experts is not None and experts.bias and experts.stacked is None:
-            yield from (f"{arch.names.layers}.{index}.{part}.bias" for own in experts.all for part in own)
+        if experts is not None and experts.bias:
+            yield from (f"{arch.names.layers}.{index}.{bias}" for bias in _expert_biases(experts))
     if arch.head_bias:
         yield f"{arch.names.head}.bias"

@@ -107,6 +107,8 @@ MODELS: dict[str, Model] = {
     "olmo": Model("olmo", {"clip_qkv": 1.0}),
     "olmo2": Model("olmo2"),
     "olmo3": Model("olmo3", MIXED),
+    "gpt_oss": Model("gpt_oss", EXPERTS | {"sliding_window": WINDOW, "rope_parameters": YARN | {
+        "rope_theta": 1.5e5, "truncate": False}}),
     "granite": Model("granite", GRANITE | {"logits_scaling": 8.0}),
     "smollm3": Model("smollm3", {"no_rope_layer_interval": 4}),
     "exaone4": Model("exaone4", MIXED),

@@ -19,6 +19,8 @@ def uncalibrated(arch: Arch) -> str | None:
     """Return the first fact of `arch` that the calibrator does not know, None where it knows all."""
     if arch.transposed:
         return "weights stored [in, out], which no quantized format holds"
+    if arch.names.sinks is not None:
+        return "attention sinks"
     if arch.experts is not None:
         if not all(layer.sparse for layer in arch.layers):
             return "dense layers between its mixtures"

@@ -81,6 +81,22 @@ class Checkpoint(TensorFolder):
         self.expect_no_more(module, reading.read)
         return found
 
+    def expert(self, module: str, index: int, *, transposed: bool = False) -> tuple[str, WeightData]:
+        """Return the scheme and the canonical weight of one of the experts that are stacked as `module`.
+
+        Unquantized they are the tensor `module` itself, [E, N, K], or [E, K, N] if `transposed`, and
+        `module`_bias are their biases [E, N]. Raises as `linear` does.
+        """
+        reading = Reading(self)
+        if self.has(module):
+            found = Plain().expert(reading, module, index, transposed=transposed)
+        else:
+            found = self._format.expert(reading, module, index)
+        parent = module.rpartition(".")[0]
+        others = (name for name in self._tensors_of[parent] if not name.startswith(module))
+        self.expect_no_more(parent, {*reading.read, *others})
+        return found
+
     def expect_no_more(self, module: str, read: Collection[str]) -> None:
         """Raise CheckpointError for tensors of `module` not in `read`, which may change its meaning."""
         left = [name for name in self._tensors_of[module] if name not in read and not is_unread(name)]
