@@ -23,7 +23,7 @@ from qrt.quant.checkpoint.config_group import layout_of
 from qrt.quant.checkpoint.format import FLOATS
 from qrt.quant.checkpoint.output import OutputFolder
 from qrt.quant.packing import WORD_BITS
-from qrt.quant.spec import Granularity, QuantSpec
+from qrt.quant.spec import Codes, Granularity, QuantSpec
 from qrt.quant.weight import WEIGHT_SCHEMES, WeightData
 
 TARGETS = ("compressed-tensors", "awq", "gptq")
@@ -132,10 +132,10 @@ def _write_linears(
 def spec_of(weight: WeightData) -> QuantSpec:
     """Return the grid of a quantized weight."""
     assert weight.scale is not None
-    groups = weight.scale.shape[1]
+    groups, kind = weight.scale.shape[1], (weight.bits, weight.zero is None)
     if groups == 1:
-        return QuantSpec(weight.bits, weight.zero is None, Granularity.CHANNEL)
-    return QuantSpec(weight.bits, weight.zero is None, Granularity.GROUP, weight.in_features // groups)
+        return QuantSpec(*kind, Granularity.CHANNEL, codes=weight.codes)
+    return QuantSpec(*kind, Granularity.GROUP, weight.in_features // groups, weight.codes)
 
 
 def encode(
@@ -154,7 +154,8 @@ def encode(
         return layout_of(scheme).encode(data)
     if not torch.equal(weight.scale.half().float(), weight.scale.float()):
         raise _refusal(module, target, "fp16, which the format stores, does not hold its scales")
-    if WEIGHT_SCHEMES[scheme].int8_tokens or weight.bits not in gptq.ONES:
+    integers = weight.codes is Codes.INTEGERS and weight.bits in gptq.ONES
+    if WEIGHT_SCHEMES[scheme].int8_tokens or not integers:
         raise _refusal(module, target, f"the format has no {scheme}")
     if target == "awq":
         if weight.bits != awq.BITS or weight.perm is not None or weight.out_features % 8:

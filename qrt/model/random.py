@@ -14,7 +14,8 @@ from qrt.layers.linear import Linear
 from qrt.model.build import build
 from qrt.model.decoder import Decoder
 from qrt.model.stacks import Stack
-from qrt.quant.spec import Granularity, QuantSpec
+from qrt.quant import e2m1
+from qrt.quant.spec import Codes, Granularity, QuantSpec
 from qrt.quant.weight import WEIGHT_SCHEMES, WeightData
 from qrt.quant.weight.head import head_grid
 
@@ -107,13 +108,16 @@ class RandomWeights:
         return x.normal_(0, deviation, generator=self.random)
 
     def _codes(self, out: int, in_features: int, spec: QuantSpec, bias: Tensor | None) -> WeightData:
-        """Uniform codes have variance (levels^2 - 1) / 12; scales vary around the one that makes it 1/K."""
+        """Return uniform codes: integers of variance (levels^2 - 1) / 12; scales make it about 1/K."""
         groups = (out, in_features // spec.group_of(in_features))
         codes = self._integers(0, spec.levels, (out, in_features))
         zero = None if spec.symmetric else self._integers(spec.midpoint - 1, spec.midpoint + 2, groups)
-        typical = ((spec.levels**2 - 1) / 12 * in_features) ** -0.5
+        floats = spec.codes is Codes.E2M1
+        variance = e2m1.MEAN_SQUARE if floats else (spec.levels**2 - 1) / 12
         scale = torch.rand(groups, generator=self.random, dtype=torch.float32, device=self.device) + 0.5
-        return WeightData(codes, (scale * typical).to(self.dtype), zero, bias=bias, bits=spec.bits)
+        scale *= (variance * in_features) ** -0.5
+        scale = scale.log2().round().exp2().bfloat16() if floats else scale.to(self.dtype)
+        return WeightData(codes, scale, zero, bias=bias, bits=spec.bits, codes=spec.codes)
 
     def _integers(self, low: int, high: int, shape: tuple[int, ...]) -> Tensor:
         return torch.randint(low, high, shape, generator=self.random, device=self.device, dtype=torch.uint8)

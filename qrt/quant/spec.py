@@ -13,6 +13,13 @@ from qrt.errors import ConfigError
 GROUP_SIZES = (128, 64, 32)  # default choices, from the usual size to the smallest that kernels run
 
 
+class Codes(Enum):
+    """What the codes of a weight stand for, before the scale."""
+
+    INTEGERS = "code u is u minus a zero point"
+    E2M1 = "floats of 4 bits: a sign, two bits of exponent, one of mantissa (`qrt.quant.e2m1`)"
+
+
 class Granularity(Enum):
     """The weights that share a scale."""
 
@@ -22,15 +29,17 @@ class Granularity(Enum):
 
 @dataclass(frozen=True)
 class QuantSpec:
-    """An integer grid: codes 0..2^bits-1, value (code - zero) * scale.
+    """A grid: codes 0..2^bits-1, and how many share a scale.
 
-    Symmetric grids have no stored zero: it is 2^(bits-1).
+    Integers have the value (code - zero) * scale. Symmetric grids have no stored zero: it is 2^(bits-1). A
+    grid of floats is symmetric.
     """
 
     bits: int
     symmetric: bool
     granularity: Granularity
     group_size: int | None = None
+    codes: Codes = Codes.INTEGERS
 
     def __post_init__(self) -> None:
         if not 2 <= self.bits <= 8:
@@ -41,6 +50,9 @@ class QuantSpec:
                 f"group_size: expected {expected} with {self.granularity.value} granularity, "
                 f"got {self.group_size}"
             )
+        if self.codes is Codes.E2M1 and (self.bits, self.symmetric) != (4, True):
+            kind = "symmetric" if self.symmetric else "asymmetric"
+            raise ConfigError(f"e2m1 codes: expected 4 bits without zero points, got {kind} {self.bits} bits")
         if self.group_size is not None and self.group_size < 1:
             raise ConfigError(f"group_size: expected a positive number, got {self.group_size}")
 

@@ -14,7 +14,7 @@ from qrt.engine.engine import Engine
 from qrt.errors import CheckpointError, ConfigError, UnsupportedError
 from qrt.model.random import random_model
 from qrt.quant.checkpoint.compressed_tensors import quantization_config
-from qrt.quant.weight import WEIGHT_SCHEMES
+from qrt.quant.weight import WEIGHT_SCHEMES, quantized
 from qrt.quant.weight.head import head_grid
 
 CONFIG = read_arch(
@@ -122,7 +122,7 @@ def quantized_tiny(folder, entry, **changes):
     return str(folder)
 
 
-@pytest.mark.parametrize("scheme", [name for name in WEIGHT_SCHEMES if name != "fp16"])
+@pytest.mark.parametrize("scheme", quantized())
 def test_load_format_dummy_needs_no_weights(scheme, tmp_path):
     spec = WEIGHT_SCHEMES[scheme].spec
     folder = quantized_tiny(tmp_path / "m", quantization_config(scheme, spec, ["lm_head"], {}))

@@ -61,5 +61,5 @@ def meta_weight(scheme, k=4096, n=6144, dtype=torch.bfloat16):
         torch.empty(n, k, dtype=torch.uint8, device=META),
         torch.empty(n, groups, dtype=dtype, device=META),
     )
-    weight = WeightData(codes, scale, zero, bits=kind.spec.bits)
+    weight = WeightData(codes, scale, zero, bits=kind.spec.bits, codes=kind.spec.codes)
     return tile(weight, META) if kind.layout is Layout.TILES else kind.prepare(weight, META, dtype)

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from qrt.quant.spec import Codes
 from qrt.quant.weight import WeightData
 
 
@@ -22,6 +23,17 @@ def random_weight(
         torch.randperm(k, generator=gen, device=device) if perm else None,
         bits=bits,
     )
+
+
+def random_mxfp4(n: int, k: int, *, exponents: tuple[int, int] = (-5, 2), device: str | torch.device = "cpu",
+                 seed: int = 0) -> WeightData:  # fmt: skip
+    """Return random e2m1 codes, and scales of 2 to the power of `exponents`, in bf16."""
+    gen = torch.Generator(device).manual_seed(seed)
+    powers = torch.randint(*exponents, (n, k // 32), generator=gen, device=device)
+    return WeightData(
+        torch.randint(0, 16, (n, k), generator=gen, device=device, dtype=torch.uint8),
+        torch.exp2(powers.double()).bfloat16(), bits=4, codes=Codes.E2M1,
+    )  # fmt: skip
 
 
 def reference(x: Tensor, weight: WeightData, bias: Tensor | None = None) -> Tensor:

@@ -77,7 +77,7 @@ def fits(attended: int, residual: Tensor, link: Link) -> bool:
     kind, tokens = WEIGHT_SCHEMES[link.scheme], residual.shape[0]
     if not 1 <= tokens <= MOST_TOKENS or residual.dtype != torch.bfloat16 or not is_hopper(residual.device):
         return False
-    if not isinstance(kind, TiledScheme):
+    if not isinstance(kind, TiledScheme) or not kind.has_integers:
         return False
     weights = [link.o, link.gate_up, link.down, *([link.qkv] if link.qkv else [])]
     tiled = [TiledWeight(*tensors) for tensors in weights]

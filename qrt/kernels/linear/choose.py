@@ -39,7 +39,7 @@ def choose(
     """
     if scheme.layout is Layout.TILES:
         assert isinstance(x, Tensor) and isinstance(scheme, TiledScheme)
-        found = _tiles(x, TiledWeight(*weight), scheme.bits, epilogue)
+        found = _tiles(x, TiledWeight(*weight), scheme, epilogue)
     elif scheme.layout is Layout.INT8_ROWS:
         found = _int8(x, weight[0], epilogue)
     elif scheme.layout is Layout.PLAIN:
@@ -50,13 +50,13 @@ def choose(
     return found._replace(epilogue=epilogue)
 
 
-def _tiles(x: Tensor, weight: TiledWeight, bits: int, epilogue: Epilogue) -> Product:
-    """Choose for weight-only integers in tiles."""
+def _tiles(x: Tensor, weight: TiledWeight, scheme: TiledScheme, epilogue: Epilogue) -> Product:
+    """Choose for weight-only codes in tiles."""
     if x.shape[0] == 0:
         return Product(Kernel.NOTHING, "x is empty")
-    if digits_kernel.fits(x, weight, bits):
+    if scheme.has_integers and digits_kernel.fits(x, weight, scheme.bits):
         return Product(Kernel.DIGITS, "few tokens in bf16 meet int4 weights on a Hopper GPU")
-    found = tile_plan(x, weight, bits)
+    found = tile_plan(x, weight, scheme.bits)
     if epilogue is Epilogue.ACT_MUL and found.plan is not None:
         assert isinstance(found.plan, FusedPlan | WidePlan)
         return found._replace(joined=found.plan.gates and weight.out_features % (2 * TILE_ROWS) == 0)

@@ -1,6 +1,6 @@
 """Weight schemes, one line per scheme; the name is what checkpoints, flags and reports say."""
 
-from qrt.quant.spec import QuantSpec
+from qrt.quant.spec import Codes, QuantSpec
 from qrt.quant.weight.base import WeightData, WeightScheme
 from qrt.registry import Registry
 
@@ -11,22 +11,23 @@ WEIGHT_SCHEMES: Registry[WeightScheme] = Registry(
         "w8a16": "qrt.quant.weight.w8a16.scheme:W8A16",
         "w4a16": "qrt.quant.weight.w4a16.scheme:W4A16",
         "w8a8": "qrt.quant.weight.w8a8.scheme:W8A8",
+        "mxfp4": "qrt.quant.weight.mxfp4.scheme:MXFP4",
     },
 )
 
 
 def quantized() -> dict[str, QuantSpec]:
-    """Return the schemes whose weights are codes, with their default grids."""
-    return {name: spec for name in WEIGHT_SCHEMES if (spec := WEIGHT_SCHEMES[name].spec) is not None}
+    """Return the schemes of integers, which weights are rounded to, with their default grids."""
+    grids = {name: WEIGHT_SCHEMES[name].spec for name in WEIGHT_SCHEMES}
+    return {name: spec for name, spec in grids.items() if spec is not None and spec.codes is Codes.INTEGERS}
 
 
 def weight_only() -> dict[int, str]:
-    """Return the schemes that round weights alone, by bits, fewest first; of two with as many, the first."""
+    """Return the schemes that round only weights, to integers, by bits; of two with as many, the first."""
     found: dict[int, str] = {}
-    for name in WEIGHT_SCHEMES:
-        scheme = WEIGHT_SCHEMES[name]
-        if scheme.spec is not None and not scheme.int8_tokens:
-            found.setdefault(scheme.spec.bits, name)
+    for name, spec in quantized().items():
+        if not WEIGHT_SCHEMES[name].int8_tokens:
+            found.setdefault(spec.bits, name)
     return dict(sorted(found.items()))
 
 

@@ -11,8 +11,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from qrt.quant import affine
-from qrt.quant.spec import QuantSpec
+from qrt.quant import affine, e2m1
+from qrt.quant.spec import Codes, QuantSpec
 from qrt.quant.tokens import QuantizedTokens
 
 
@@ -21,11 +21,12 @@ class WeightData:
     """The weight of one Linear in canonical form, whatever checkpoint format it came from.
 
     values  [N, K]  codes uint8 0..2^b-1, or the weight itself (fp16/bf16/fp32) when unquantized
-    scale   [N, K/G] in the model dtype; None when unquantized
-    zero    [N, K/G] uint8; None when symmetric (the zero is then 2^(b-1)) or unquantized
+    scale   [N, K/G] in the model dtype, of e2m1 codes in bf16; None when unquantized
+    zero    [N, K/G] uint8; None when symmetric (the zero is then 2^(b-1)), unquantized, or e2m1
     perm    [K] int64; column j of `values` multiplies input perm[j] (GPTQ act-order); None = identity
     bias    [N] in the model dtype, or None
     bits    code width; 0 when unquantized
+    codes   what codes stand for
     """
 
     values: Tensor
@@ -34,6 +35,10 @@ class WeightData:
     perm: Tensor | None = None
     bias: Tensor | None = None
     bits: int = 0
+    codes: Codes = Codes.INTEGERS
+
+    def __post_init__(self) -> None:
+        assert self.codes is Codes.INTEGERS or self.zero is None, "e2m1 codes have no zero points"
 
     @property
     def out_features(self) -> int:
@@ -58,18 +63,21 @@ class WeightData:
         """Return the weight as fp32 [N, K], columns in input order."""
         if self.scale is None:
             return self.values.float()
-        weight = affine.dequantize(self.values, self.scale, self.zero, self.bits)
+        if self.codes is Codes.E2M1:
+            weight = affine.decode_groups(e2m1.numbers(self.values), self.scale, 0.0)
+        else:
+            weight = affine.dequantize(self.values, self.scale, self.zero, self.bits)
         return weight if self.perm is None else weight[:, torch.argsort(self.perm)]
 
 
 def fuse(parts: Sequence[WeightData]) -> WeightData:
     """Stack weights that read the same input along N (q, k, v or gate, up).
 
-    Raises ValueError where they differ in bits, number of groups, symmetry or permutation.
+    Raises ValueError where they differ in bits, kind of codes, number of groups, symmetry or permutation.
     """
     first = parts[0]
     if any(_kind(part) != _kind(first) for part in parts):
-        raise ValueError("parts of a fused Linear differ in bits, groups, symmetry or permutation")
+        raise ValueError("parts of a fused Linear differ in bits, codes, groups, symmetry or permutation")
     biases = [part.bias for part in parts]
     some = next((bias for bias in biases if bias is not None), None)
     if some is not None:  # a fused layer has a bias if any part has one
@@ -81,13 +89,15 @@ def fuse(parts: Sequence[WeightData]) -> WeightData:
         first.perm,
         _stack(biases),
         first.bits,
+        first.codes,
     )
 
 
 def _kind(part: WeightData) -> tuple[object, ...]:
     """Return what all parts of a fused weight must share."""
     groups = None if part.scale is None else part.scale.shape[1]
-    return part.bits, groups, part.zero is None, None if part.perm is None else part.perm.tolist()
+    perm = None if part.perm is None else part.perm.tolist()
+    return part.bits, part.codes, groups, part.zero is None, perm
 
 
 def _stack(tensors: Sequence[Tensor | None]) -> Tensor | None:
@@ -100,7 +110,7 @@ class Layout(Enum):
     """How a weight lies on the device. A kernel reads one layout."""
 
     PLAIN = "the weight [N, K] in the model's dtype"
-    TILES = "integers in a `qrt.quant.weight.tiles.TiledWeight`"
+    TILES = "codes in a `qrt.quant.weight.tiles.TiledWeight`"
     INT8_ROWS = "codes int8 [N, K], scale fp32 [N], arrivals int32 [N]"
     OWN = "known to the scheme alone, whose definition multiplies"
 
@@ -117,7 +127,7 @@ class WeightScheme(ABC):
     int8_tokens   whether it quantizes x token by token, and also takes QuantizedTokens
     stored        name of compressed-tensors for how its codes lie in a file; None: no file holds them
     head          scheme of an int8 head behind layers in this one; None: the head stays unquantized
-    method        default method of the calibrator; None when unquantized
+    method        default method of the calibrator; None: it does not make this scheme
     """
 
     name: ClassVar[str]

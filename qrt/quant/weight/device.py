@@ -1,4 +1,4 @@
-"""Turn codes of weight-only integers into bf16 in Triton, for `unpack` of the schemes.
+"""Turn codes of weight-only schemes into bf16 in Triton, for their `unpack`.
 
 Read as a bf16, the low 8 bits of a 16-bit word are their value times 2^-133: a subnormal number below 128,
 one of the first normal ones from there on. So a mask makes floats of two codes. One fused multiply-add of
@@ -37,12 +37,12 @@ def bf16_plane(
     if scale is not None:
         return tl.inline_asm_elementwise(
             f"{{ .reg .b32 t; {FIELD} fma.rn.bf16x2 $0, t, $2, $4; }}", "=r,r,r,r,r,r",
-            [words, _times(scale, FACTOR), _times(scale, OFFSET)], dtype=tl.bfloat16, is_pure=True, pack=2,
+            [words, times(scale, FACTOR), times(scale, OFFSET)], dtype=tl.bfloat16, is_pure=True, pack=2,
         )  # fmt: skip
     elif isinstance(zero, tl.tensor):
         return tl.inline_asm_elementwise(
             f"{{ .reg .b32 t, f; mov.b32 f, {FACTOR}; {FIELD} fma.rn.bf16x2 $0, t, f, $2; }}", "=r,r,r,r",
-            [words, _times((zero + MIDPOINT) * 0x10001, _MINUS)], dtype=tl.bfloat16, is_pure=True, pack=2,
+            [words, times((zero + MIDPOINT) * 0x10001, _MINUS)], dtype=tl.bfloat16, is_pure=True, pack=2,
         )  # fmt: skip
     else:
         return tl.inline_asm_elementwise(
@@ -52,7 +52,7 @@ def bf16_plane(
 
 
 @triton.jit
-def _times(pair, FACTOR: tl.constexpr):
+def times(pair, FACTOR: tl.constexpr):
     """Multiply the two bf16 of an int32 by FACTOR; sm_80 has no instruction for that."""
     return tl.inline_asm_elementwise(
         f"{{ .reg .b32 f, o; mov.b32 f, {FACTOR}; mov.b32 o, 0x80008000; fma.rn.bf16x2 $0, $1, f, o; }}",

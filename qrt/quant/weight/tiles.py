@@ -1,4 +1,4 @@
-"""Tile-major run-time layout of weight-only integers: one packing for any number of tokens.
+"""Tile-major run-time layout of weight-only codes: one packing for any number of tokens.
 
 A tile is 64 outputs x (planes * J) inputs, planes = 16 / bits. It has 64 rows of J int16 words. A word has
 one code of each plane: plane p of word j belongs to input p*J + j of the tile. So a plane meets J consecutive
@@ -28,6 +28,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qrt.errors import UnsupportedError
+from qrt.quant import e2m1
+from qrt.quant.spec import Codes, QuantSpec
 from qrt.quant.weight.base import Layout, WeightData, WeightScheme
 
 TILE_ROWS = 64
@@ -73,15 +75,16 @@ class TiledWeight(NamedTuple):
         """Return x [T, K] with its columns in the order of the codes."""
         return x.index_select(1, self.perm) if self.perm.numel() else x
 
-    def dequantize(self, bits: int, in_features: int) -> Tensor:
-        """Return (code - zero) * scale as fp32 [N, K], columns in the order of the codes."""
+    def dequantize(self, bits: int, in_features: int, kind: Codes = Codes.INTEGERS) -> Tensor:
+        """Return the weight, as its codes of this kind mean it, as fp32 [N, K], columns in their order."""
         blocks, tiles, rows, words = self.packed.shape
         places, midpoint = PLACES[bits], 1 << (bits - 1)
         size = (blocks, rows, tiles, len(places), words)
         weight = torch.empty(size, dtype=torch.float32, device=self.packed.device)
         by_row = self.packed.transpose(1, 2)
         for plane, place in enumerate(places):
-            weight[:, :, :, plane] = ((by_row >> place) & (2 * midpoint - 1)) - midpoint
+            codes = (by_row >> place) & (2 * midpoint - 1)
+            weight[:, :, :, plane] = e2m1.numbers(codes) if kind is Codes.E2M1 else codes - midpoint
         weight = weight.view(blocks, rows, tiles, self.runs, -1)
         if self.zero.numel():
             weight -= self.zero[..., : self.runs, None].transpose(1, 2)
@@ -137,8 +140,12 @@ def _dense(tensor: Tensor) -> Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
+def _described(bits: int, codes: Codes) -> str:
+    return f"{bits}-bit {'e2m1 ' if codes is Codes.E2M1 else ''}codes"
+
+
 class TiledScheme(WeightScheme):
-    """Weight-only integers of one width in tiles. Its run-time tensors are a TiledWeight.
+    """Weight-only codes of one width and kind in tiles. Its run-time tensors are a TiledWeight.
 
     packed    the layout for torch's own CPU product: a NamedTuple of another length, with `out_features`,
               `multiply` and `pack` (WeightData, dtype -> itself, or None where torch has no fast product)
@@ -152,32 +159,41 @@ class TiledScheme(WeightScheme):
         """Return the Triton function `unpack(words, zero, PLANE, DTYPE, ASM, scale=None)` of `device.py`.
 
         It makes of int16 words the plane PLANE of code - 2^(bits-1) - zero in DTYPE, exact, in bf16 times
-        `BF16_UNIT`. zero is int32, broadcast to the words, or 0. ASM False asks for plain Triton. In bf16 and
-        without zero it may get a scale below 2^18, int32 of two equal bf16. It then multiplies the plane by
-        that and rounds once.
+        `BF16_UNIT`. zero is int32, broadcast to the words, or 0; of e2m1 codes, which are numbers as they
+        are, it is always 0. ASM False asks for plain Triton. In bf16 and without zero it may get a scale
+        below 2^18, int32 of two equal bf16. It then multiplies the plane by that and rounds once.
         """
 
-    @abstractmethod
     def raw(self) -> tuple[Any, tuple[float, float]]:
         """Return a function as `unpacker`'s, without the zero point, with its offset and its factor.
 
-        It is for bf16, and for a kernel that takes zero points away from the sums. planes * factor - offset
-        is code - 2^(bits-1).
+        It is for integers in bf16, and for a kernel that takes zero points away from the sums. planes *
+        factor - offset is code - 2^(bits-1).
         """
+        raise NotImplementedError(f"{self.name} has no integers")
 
     @property
     def bits(self) -> int:
         """Return the width of a code."""
+        return self._grid.bits
+
+    @property
+    def has_integers(self) -> bool:
+        """Return whether codes are integers, which kernels may add up before they scale."""
+        return self._grid.codes is Codes.INTEGERS
+
+    @property
+    def _grid(self) -> QuantSpec:
         assert self.spec is not None
-        return self.spec.bits
+        return self.spec
 
     def prepare(self, weight: WeightData, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
         groups = 1 if weight.scale is None else weight.scale.shape[1]
         group = weight.in_features // groups
-        if weight.bits != self.bits or (groups > 1 and group % 32):
+        if (weight.bits, weight.codes) != (self.bits, self._grid.codes) or (groups > 1 and group % 32):
             raise UnsupportedError(
-                f"{self.name}: expected {self.bits}-bit codes in groups of a multiple of 32 or one per "
-                f"channel, got {weight.bits}-bit codes in groups of {group}; "
+                f"{self.name}: expected {_described(self.bits, self._grid.codes)} in groups of a multiple of "
+                f"32 or one per channel, got {_described(weight.bits, weight.codes)} in groups of {group}; "
                 "quantize again with such a group size"
             )
         scale = weight.scale
@@ -191,7 +207,7 @@ class TiledScheme(WeightScheme):
 
     def linear_ref(self, x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None) -> Tensor:
         weight = self.tiles_for(x, tensors)
-        matrix = weight.dequantize(self.bits, x.shape[1])
+        matrix = weight.dequantize(self.bits, x.shape[1], self._grid.codes)
         y = F.linear(weight.gather(x).float(), matrix, None if bias is None else bias.float())
         return y.to(x.dtype)
 

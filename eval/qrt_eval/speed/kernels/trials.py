@@ -16,7 +16,7 @@ from qrt.kernels.linear.int8.plans import BlockPlan, HopperPlan
 from qrt.kernels.linear.tiles import plans as tile_plans
 from qrt.kernels.linear.tiles.plans import FusedPlan, WidePlan
 from qrt.kernels.sizes import next_power_of_2
-from qrt.quant.weight import WEIGHT_SCHEMES
+from qrt.quant.weight import WEIGHT_SCHEMES, quantized
 from qrt.quant.weight.base import Layout
 from qrt.quant.weight.tiles import TILE_ROWS
 from qrt_eval.speed.kernels.linear import head, heads, products
@@ -31,9 +31,12 @@ KINDS = {plan: kind for kind, plan in {**tile_plans.PLANS, **int8_plans.PLANS}.i
 
 
 def schemes(*layouts: Layout) -> list[str]:
-    """Return the schemes whose weights lie in one of these layouts; without any, in one that has plans."""
+    """Return the schemes of integers in one of these layouts; without any, in one that has plans.
+
+    Floats in tiles take the plans of integers of as many bits.
+    """
     wanted = layouts or (Layout.TILES, Layout.INT8_ROWS)
-    return [name for name in WEIGHT_SCHEMES if WEIGHT_SCHEMES[name].layout in wanted]
+    return [name for name in quantized() if WEIGHT_SCHEMES[name].layout in wanted]
 
 
 def has_digits(scheme: str) -> bool:

@@ -1,1 +1,1 @@
-"""The products of weight-only integers in tiles (qrt/quant/weight/tiles.py)."""
+"""The products of weight-only codes in tiles (qrt/quant/weight/tiles.py)."""

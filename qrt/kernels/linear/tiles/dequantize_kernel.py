@@ -1,4 +1,4 @@
-"""Multiply weight-only integers in tiles by many tokens, on any GPU.
+"""Multiply weight-only codes in tiles by many tokens, on any GPU.
 
 The weight is dequantized block by block to scratch, and torch multiplies.
 """

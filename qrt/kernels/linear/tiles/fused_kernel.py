@@ -1,4 +1,4 @@
-"""The product of a few tokens with weight-only integers in tiles, on any GPU.
+"""The product of a few tokens with weight-only codes in tiles, on any GPU.
 
 One kernel reads every weight once and is bound by that read. It computes W @ x^T, so that the unpacked
 weights are the register operand of the tensor core and never touch shared memory. Codes stay exact small

@@ -1,4 +1,4 @@
-"""Multiply weight-only integers in tiles by some or many tokens on Hopper, in Gluon.
+"""Multiply weight-only codes in tiles by some or many tokens on Hopper, in Gluon.
 
 With so many tokens the tensor cores take the time, and Triton waits for every wgmma whose operand is in
 registers. Here the weights of plane p+1 are unpacked while plane p multiplies: Y.T = W @ X.T with W as the

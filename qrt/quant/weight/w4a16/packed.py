@@ -10,7 +10,7 @@ dtypes keep the tiles.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -37,7 +37,7 @@ class PackedWeight(NamedTuple):
     perm: Tensor
 
     @classmethod
-    def pack(cls, weight: WeightData, dtype: torch.dtype) -> PackedWeight | None:
+    def pack(cls, weight: WeightData, dtype: torch.dtype) -> Self | None:
         """Return the weight for a model in `dtype`; None where torch has no fast product on this CPU.
 
         It has none for dtypes other than bf16, groups that are not a multiple of 32 and an N that is not one
