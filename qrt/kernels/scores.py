@@ -31,11 +31,6 @@ class Scores:
     sinks: Tensor | None = None
 
     @property
-    def plain(self) -> bool:
-        """Whether all tokens are weighed by the scale alone."""
-        return not self.window and not self.softcap and self.slopes is None and self.sinks is None
-
-    @property
     def relative(self) -> bool:
         """Whether nothing changes if all scores of a query move by the same amount."""
         return not self.softcap and self.sinks is None

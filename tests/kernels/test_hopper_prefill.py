@@ -49,18 +49,18 @@ class Chunks:
         tiles = plan_tiles(own, cached, queries, int(queries.tiles(own).sum()) + UNUSED)
         self.tiles = torch.from_numpy(tiles).to(device)
 
-    def run(self, window=0, softcap=0.0):
+    def run(self, window=0, softcap=0.0, sinks=None):
         """Return what the kernel writes, whose other tokens must be as they were."""
         D, out = self.q.shape[2], torch.full_like(self.q, torch.nan, memory_format=torch.contiguous_format)
         hopper_prefill(
             self.q, self.k, self.v, self.cached_k, self.cached_v, self.tiles, self.start, self.cached_start,
             signs(D, out.device) if self.rotated else None, out,
-            Scores(D**-0.5 * LOG2_E, window, softcap=softcap * LOG2_E), self.attend_cache,
+            Scores(D**-0.5 * LOG2_E, window, softcap=softcap * LOG2_E, sinks=sinks), self.attend_cache,
         )  # fmt: skip
         assert out[:BEFORE].isnan().all() and out[-AFTER:].isnan().all()
         return out[BEFORE:-AFTER]
 
-    def truth(self, window=0, softcap=0.0):
+    def truth(self, window=0, softcap=0.0, sinks=None):
         D, outs = self.q.shape[2], []
         for i in range(len(self.own)):
             a, b = self.start[i : i + 2].tolist()
@@ -68,7 +68,7 @@ class Chunks:
             k, v = self.cached_k[first:end].double(), self.cached_v[first:end].double()
             if not self.attend_cache:
                 k, v = torch.cat((k, self.k[a:b].double())), torch.cat((v, self.v[a:b].double()))
-            outs.append(attend(self.q[a:b], k, v, D**-0.5, window, softcap))
+            outs.append(attend(self.q[a:b], k, v, D**-0.5, window, softcap, None, sinks))
         turned = whole_rotation(D).T.to(self.q.device) if self.rotated else None
         return torch.cat(outs) if turned is None else torch.cat(outs) @ turned
 
@@ -114,6 +114,23 @@ def test_windows_and_softcap(device, own, cached, heads, dtypes, attend_cache, r
 
 
 @pytest.mark.gpu
+@pytest.mark.ptx
+@pytest.mark.usefixtures("copies", "hopper")
+@pytest.mark.parametrize("heads, window, softcap, attend_cache", [
+    pytest.param((4, 1, 64), 0, 0.0, False, id="all tokens"),
+    pytest.param((6, 2, 64), 40, 0.0, False, id="a window, tiles of parts of tokens"),
+    pytest.param((2, 2, 128), 0, 3.0, True, id="capped, from the cache"),
+])  # fmt: skip
+def test_sinks(device, heads, window, softcap, attend_cache):
+    """One that weighs nothing, one that weighs all, and some between."""
+    chunks = Chunks([45, 0, 70], [21, 5, 130], *heads, BF16, FP16, attend_cache, True, device)
+    sinks = torch.tensor([-200.0, 2.0, 0.0, 200.0, 1.0, -1.0])[: heads[0]].to(device)
+    rule = window, softcap, sinks
+    assert error(chunks.run(*rule), chunks.truth(*rule)) < bound("fp16", BF16)
+    assert error(chunks.run(*rule), chunks.truth(window, softcap)) > 0.1
+
+
+@pytest.mark.gpu
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("rule", [(0, 0.0), (512, 0.0), (4096, 50.0)])
 def test_the_same_bits_every_time(device, rule):
@@ -139,6 +156,7 @@ def test_what_the_copy_engine_cannot_read_does_not_fit(monkeypatch):
     other = torch.empty(2, 9, 64, dtype=BF16).transpose(0, 1)  # a token's heads apart
     here = torch.empty(9, 2, 64, dtype=BF16)
     assert fits(here, here, here, PLAIN) and fits(here, here, here, Scores(1.0, 16, softcap=30.0))
+    assert fits(here, here, here, Scores(1.0, sinks=torch.ones(2)))
     assert not fits(other, here, here, PLAIN) and not fits(here, here, other, PLAIN)
     assert not fits(here, here, here, Scores(1.0, slopes=torch.ones(2)))
     monkeypatch.setattr(hopper_kernel, "is_hopper", lambda device: False)

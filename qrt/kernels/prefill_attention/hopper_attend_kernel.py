@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from qrt.kernels.device import capped
+from qrt.kernels.device import capped, in_base_2, with_sink
 
 
 @gluon.jit
@@ -124,12 +124,23 @@ def attend(GROUP: gl.constexpr, rings, where, output, S: gl.constexpr):
         if S.TOKENS > 0:
             mbarrier.arrive(q_empty.index(slot), count=1)
         queries += 1
-        l = gl.convert_layout(l, gl.SliceLayout(1, SUMS))
-        acc *= gl.expand_dims(1.0 / l, 1)
+        factor = _factor(m, l, rule, (first + row) % S.G + head * S.G)
+        acc *= gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, SUMS)), 1)
         at = start, head, first, length
         turn += 1
         head, first, start, length, own_keys, cached_keys = place(where, item(turn), S)
         _store(acc, matrix, rotation, out, at, S)
+
+
+@gluon.jit
+def _factor(m, l, rule, head):
+    """Return what the weighted sums of rows must be multiplied by, with the sink of each row's query head."""
+    sinks = rule[2]
+    if sinks is None:
+        return 1.0 / l
+    else:
+        _, kept, l = with_sink(in_base_2(gl.load(sinks + head)), m, l)
+        return kept / l
 
 
 @gluon.jit
@@ -191,10 +202,10 @@ def _convert(query, converted, S: gl.constexpr):
 def _weigh(scores, m, l, rule, seen, first, MASKED: gl.constexpr, S: gl.constexpr):
     """Return the weights of keys from `first` on, the new maximum and sum, and the factor of old sums.
 
-    `rule` is the scale and the softcap or None. `seen` is last, low and more: if MASKED, row r sees the keys
-    up to last[r], and with a WINDOW those from low[r] on.
+    `rule` is the scale, the softcap and the sinks, of which the last two may be None. `seen` is last, low and
+    more: if MASKED, row r sees the keys up to last[r], and with a WINDOW those from low[r] on.
     """
-    scale, softcap = rule
+    scale, softcap, _ = rule
     if softcap is not None:
         scores, scale = capped(scores * scale, softcap), 1.0
     if MASKED:

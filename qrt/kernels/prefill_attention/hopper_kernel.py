@@ -8,7 +8,7 @@ next tile run while the current one is stored.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import triton.language as tl
@@ -57,10 +57,13 @@ class _Sizes:
 @gluon.jit(do_not_specialize=["items"])
 def _hopper_prefill(
     q_desc, k_desc, v_desc, cached_k_desc, cached_v_desc, q, tiles, query_start, cached_start, rotation, out,
-    scale, softcap, stride_q, items, S: gl.constexpr, WARPS: gl.constexpr, REGISTERS: gl.constexpr,
+    scale, softcap, sinks, stride_q, items, S: gl.constexpr, WARPS: gl.constexpr, REGISTERS: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Grid (programs,): the programs take the `items` = Hkv * len(tiles) items in turn."""
+    """Grid (programs,): the programs take the `items` = Hkv * len(tiles) items in turn.
+
+    softcap is in base 2, sinks are not; each may be None.
+    """
     k_smem = gl.allocate_shared_memory(S.OWN, [S.STAGES, S.N, S.D], k_desc.layout)
     v_smem = gl.allocate_shared_memory(S.OWN, [S.STAGES, S.N, S.D], k_desc.layout)
     q_smem = gl.allocate_shared_memory(S.OWN, [S.QUERIES, S.M, S.D], k_desc.layout)
@@ -81,7 +84,7 @@ def _hopper_prefill(
     fence_async_shared()
     rings = k_smem, v_smem, q_smem, k_ready, k_empty, v_ready, v_empty, q_ready, q_empty
     where = tiles, query_start, cached_start, items
-    output = matrix, rotation, out, (scale, softcap), q, stride_q
+    output = matrix, rotation, out, (scale, softcap, sinks), q, stride_q
     gl.warp_specialize(
         [
             (attend, (0, rings, where, output, S)),
@@ -188,12 +191,12 @@ def fits(q: Tensor, k: Tensor, v: Tensor, rule: Scores) -> bool:
     """Return whether `hopper_prefill` takes q [T, Hq, D] and k, v [T, Hkv, D] by this rule.
 
     It needs a 16-bit dtype, a D of 64 or 128, tokens that the copy engine can read, and a GPU with wgmma. It
-    has windows and softcaps, and nothing else beside the scale.
+    has windows, softcaps and sinks, but no slopes.
     """
     D = q.shape[2]
     return (
         is_hopper(q.device)
-        and replace(rule, window=0, softcap=0.0).plain
+        and rule.slopes is None
         and q.dtype in DTYPES
         and D in (64, 128)
         and all(_is_readable(x, D) for x in (q, k, v))
@@ -243,5 +246,5 @@ def hopper_prefill(
     kernel.launch(
         (min(multiprocessors(q.device), items),), queries, own, _of_keys(v), _of_keys(cached_k),
         _of_keys(cached_v), q, tiles, query_start, cached_start, rotation, out, rule.scale,
-        rule.softcap or None, q.stride(0), items,
+        rule.softcap or None, rule.sinks, q.stride(0), items,
     )  # fmt: skip
