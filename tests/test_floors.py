@@ -16,7 +16,8 @@ FLOORS: dict[str, float] = {  # fractions are the rooms of a floor, lower rooms 
     "qrt.peer_fields": 0, "qrt.hub": 0, "qrt.hub_errors": 0, "qrt.location": 0,
     "qrt.quant": 1, "qrt.arch": 1, "qrt.text": 1,
     # what an architecture means in torch alone: the calibrator computes by it too
-    "qrt.layers.rope": 1.1, "qrt.layers.activations": 1.1, "qrt.model.stacks": 1.2, "qrt.model.names": 1.3,
+    "qrt.layers.rope": 1.1, "qrt.layers.activations": 1.1, "qrt.kernels.route.ref": 1.1,
+    "qrt.model.stacks": 1.2, "qrt.model.names": 1.3,
     "qrt.kernels": 2,
     "qrt.mem": 3,
     "qrt.layers": 4,

@@ -92,7 +92,8 @@ def convert(model: str | Path, target: str, out: Path) -> int:
 
 def _linears(source: Checkpoint, arch: Arch) -> list[str]:
     """Return the full names of the Linears in the layers, and of a head that is stored."""
-    modules = [f"{arch.names.layers}.{i}.{name}" for i in range(arch.num_layers) for name in arch.projections]
+    layers = [(f"{arch.names.layers}.{index}", arch.at(index)) for index in range(arch.num_layers)]
+    modules = [f"{layer}.{name}" for layer, own in layers for name in own.projections]
     if any(name.startswith(f"{arch.names.head}.") for name in source.names()):
         modules.append(arch.names.head)
     return modules

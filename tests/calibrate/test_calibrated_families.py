@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -14,6 +16,7 @@ from qrt.model.names import place_names
 from qrt.model.stacks import part_rows
 from qrt.quant.checkpoint import open_checkpoint
 from qrt_calibrate.model.executor import LayerExecutor
+from qrt_calibrate.model.spelled import spelled_out
 from qrt_calibrate.rounding.fold import Pair
 from truth import ours
 from zoo import MODELS, make
@@ -38,6 +41,7 @@ CASES = [
 def executor_of(folder):
     checkpoint = open_checkpoint(folder)
     arch = place_names(read_arch(checkpoint.config, "model"), checkpoint.names())
+    checkpoint, arch = spelled_out(checkpoint, arch)
     return LayerExecutor(checkpoint, arch, TOKENS.shape[1], torch.device("cpu")), arch
 
 
@@ -51,7 +55,7 @@ def test_layers_are_those_of_transformers_and_folds_are_exact(name, tmp_path):
     for index in range(arch.num_layers):
         layer = executor.load_stored(index)
         before, hidden = hidden, executor.run(index, layer, hidden)
-        for smooth in arch.smooth:
+        for smooth in arch.at(index).smooth:
             rows = None if smooth.part is None else part_rows(arch, smooth.part)
             count = len(layer.get_submodule(smooth.source).weight) if rows is None else len(rows)
             powers = torch.exp2(torch.randint(-4, 5, (count,)).float())
@@ -93,6 +97,8 @@ def test_calibrated_checkpoint_runs_here_and_in_transformers(name, scheme, tmp_p
         exact = model(input_ids=TOKENS[:1], use_cache=False).logits[0].float().log_softmax(-1)
     assert report.cost.kl < 0.2 and (exact.exp() * (exact - got)).sum(-1).mean() < 1.0
     if name in UNLOADED or MODELS[name].name:  # no class of transformers' own reads it
+        return
+    if any(re.search("transformers (does not|loads no)", own) for own in report.to_json()["findings"]):
         return
     loaded = type(model).from_pretrained(
         tmp_path / "out", dtype=torch.float32, attn_implementation="eager"  # which alone caps scores

@@ -154,7 +154,7 @@ def _units(job: Job, grids: Mapping[int, Grid | None]) -> list[Unit]:
     patterns = [override.pattern for override in job.recipe.overrides]
     units = []
     for index in range(job.arch.num_layers):
-        for _, names in job.arch.fuse:
+        for _, names in job.arch.at(index).fuse:
             parts = tuple(f"{job.layer_name(index)}.{name}" for name in names)
             settled = any(matches(part, pattern) for part in parts for pattern in patterns)
             if job.grids[parts[0]] is not None and not settled:

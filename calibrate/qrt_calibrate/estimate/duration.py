@@ -17,8 +17,8 @@ from qrt_calibrate.estimate.bits import WINDOWS
 from qrt_calibrate.estimate.budget import Budget
 from qrt_calibrate.job.plan import Job
 from qrt_calibrate.model.executor import BATCH_TOKENS, LayerExecutor, read_layer
-from qrt_calibrate.model.experts import inside
 from qrt_calibrate.model.head import PlainHead
+from qrt_calibrate.model.mixture import inside
 from qrt_calibrate.recipe.method import Method, Scales
 from qrt_calibrate.recipe.recipe import Grid
 from qrt_calibrate.rounding.clip import search_clip
@@ -41,25 +41,33 @@ LEAST_CALLS, MOST_CALLS = 2, 8
 def expected_seconds(job: Job, budget: Budget | None = None) -> float:
     """Return the seconds for all layers and the head; with a `budget`, its measurement too."""
     torch.mm(*torch.ones(2, ORDER, ORDER, device=job.device))  # starts threads and libraries
-    tensors = read_layer(job.checkpoint, job.layer_name(0))
-    layers = [job.layer_name(index) for index in range(job.arch.num_layers)]
     seconds = 0.0
-    for fused, parts in job.arch.fuse:
-        stacked, times = (parts[:1], len(parts)) if _apart(job.arch, fused) else (parts, 1)
-        weight = torch.cat([tensors[f"{part}.weight"] for part in stacked])
-        for grid, count in Counter(job.grids[f"{layer}.{parts[0]}"] for layer in layers).items():
-            if grid is not None:
-                seconds += (
-                    count
-                    * times
-                    * _rounding(job.recipe.rules, grid, weight.to(job.device, torch.float32), job.scale_dtype)
-                )
+    for alike in job.alike:
+        tensors = read_layer(job.checkpoint, job.layer_name(alike[0]))
+        seconds += _all_rounding(job, alike, tensors)
+        if any(job.recipe.windows):
+            windows = _Windows(job, alike[0], tensors)
+            seconds += len(alike) * windows.layer() / len(job.devices)
     if any(job.recipe.windows):
-        seconds += _Windows(job, tensors).seconds(budget)
+        seconds += windows.ends(budget) / len(job.devices)
     if job.recipe.head is not None:
         weight = job.checkpoint.tensor(f"{job.arch.names.head}.weight")
         few = weight[:SLICE].to(job.device, torch.float32)
         seconds += _nearest(few, job.recipe.head.spec, job.scale_dtype) * len(weight) / len(few)
+    return seconds
+
+
+def _all_rounding(job: Job, alike: list[int], tensors: Mapping[str, Tensor]) -> float:
+    """Time the rounding of the layers `alike`; `tensors` are those of one."""
+    arch, seconds = job.arch.at(alike[0]), 0.0
+    for fused, parts in arch.fuse:
+        stacked, times = (parts[:1], len(parts)) if _apart(arch, fused) else (parts, 1)
+        weight = torch.cat([tensors[f"{part}.weight"] for part in stacked])
+        grids = Counter(job.grids[f"{job.layer_name(index)}.{parts[0]}"] for index in alike)
+        for grid, count in grids.items():
+            if grid is not None:
+                whole = weight.to(job.device, torch.float32)
+                seconds += count * times * _rounding(job.recipe.rules, grid, whole, job.scale_dtype)
     return seconds
 
 
@@ -148,56 +156,55 @@ class _Windows:
     forward   seconds of one window through a layer
     """
 
-    def __init__(self, job: Job, tensors: Mapping[str, Tensor]) -> None:
-        self._job, self._seqlen = job, job.recipe.seqlen
+    def __init__(self, job: Job, index: int, tensors: Mapping[str, Tensor]) -> None:
+        self._job, self._arch, self._seqlen = job, job.arch.at(index), job.recipe.seqlen
         on_cpu = job.device.type == "cpu"
-        tokens = min(self._seqlen, TOKENS) if on_cpu and job.arch.experts is None else self._seqlen
+        tokens = min(self._seqlen, TOKENS) if on_cpu and self._arch.experts is None else self._seqlen
         batch = 1 if on_cpu else max(1, BATCH_TOKENS // self._seqlen)
         self._executor = LayerExecutor(job.checkpoint, job.arch, tokens, job.device)
-        self._layer = self._executor.load(0, tensors)
+        self._index, self._layer = index, self._executor.load(index, tensors)
         self._hidden = torch.randn(batch, tokens, job.arch.hidden_size, device=job.device)
-        self._shapes = {name: tensors[f"{name}.weight"].shape for name in job.arch.projections}
+        self._shapes = {name: tensors[f"{name}.weight"].shape for name in self._arch.projections}
         weights = sum(shape.numel() for shape in self._shapes.values())
         width = job.arch.num_heads * job.arch.head_dim
         per_token = (2 * weights + 4 * width * length for length in (self._seqlen, tokens))
         more = next(per_token) / next(per_token)  # tokens of a longer window attend to more tokens
         self._times = self._seqlen / tokens / batch  # timed pieces of work in one window
-        self.forward = more * self._window(lambda: self._executor.run(0, self._layer, self._hidden))
+        self.forward = more * self._window(lambda: self._executor.run(self._index, self._layer, self._hidden))
         self._more = more
 
     def _window(self, work: Callable[[], object]) -> float:
         """Return the seconds of `work`, which takes `_hidden`, for a whole window."""
         return self._times * _seconds(work, self._hidden)
 
-    def seconds(self, budget: Budget | None) -> float:
-        """Return the seconds of everything, with all devices at work."""
+    def layer(self) -> float:
+        """Return the seconds of one layer."""
         job = self._job
         calibrating, evaluating = job.recipe.windows
-        layers = job.arch.num_layers
         seconds = 2 * self.forward * (calibrating + evaluating)  # exact and rounded, to the next layer
         if calibrating:
             seconds += self._moments() * calibrating + self._judging()
-        seconds *= layers
-        gradients, evaluated = self._head()
-        seconds += evaluated * evaluating
         if windows := gradient_windows(job.recipe):
-            seconds += (self._gradients() * layers + gradients) * windows
-        if budget is not None:
-            seconds += self._measured_bits(budget, evaluated)
-        seconds += self._training(job.training) * layers
-        return seconds / len(job.devices)
+            seconds += self._gradients() * windows
+        return seconds + self._training(job.training)
+
+    def ends(self, budget: Budget | None) -> float:
+        """Return the seconds of what is measured behind the last layer."""
+        gradients, evaluated = self._head()
+        seconds = evaluated * self._job.recipe.windows[1] + gradients * gradient_windows(self._job.recipe)
+        return seconds + (0.0 if budget is None else self._measured_bits(budget, evaluated))
 
     def _moments(self) -> float:
         """Time the moments of one window's inputs, and the forwards to them in both models."""
         total, before, seconds = sum(shape.numel() for shape in self._shapes.values()), 0, 0.0
-        for fused, parts in self._job.arch.fuse:
+        for fused, parts in self._arch.fuse:
             seconds += 2 * self.forward * before / total  # up to the Linears' input
             before += sum(self._shapes[part].numel() for part in parts)
             x = torch.randn(
                 self._hidden.shape[:2].numel(), self._shapes[parts[0]][1], device=self._hidden.device
             )
             moments = 2 * self._window(partial(torch.mm, x.T, x))  # Hessian and drift
-            if _apart(self._job.arch, fused):  # every expert's, and the forward to it, in both copies
+            if _apart(self._arch, fused):  # every expert's, and the forward to it, in both copies
                 flat = self._hidden.flatten(0, 1)
                 moments += 2 * self._window(partial(inside, self._layer, parts[0], flat))
                 moments *= len(parts)
@@ -210,7 +217,7 @@ class _Windows:
         These are the exact layer, the rounded one, the one rounded to nearest, a check of each fold, and, if
         no Hessian judges candidates, the runs that do (of a block, half a layer).
         """
-        recipe, folds = self._job.recipe, len(self._job.arch.smooth)
+        recipe, folds = self._job.recipe, len(self._arch.smooth)
         forwards = 3.0
         if recipe.rules.scales is not Scales.NONE:
             judged = not (recipe.rules.gptq and recipe.rules.scales is Scales.AWQ)
@@ -220,11 +227,11 @@ class _Windows:
     def _gradients(self) -> float:
         """Time one window's gradients at a layer: a forward, twice forward and back, once with moments."""
         back = self._more * self._window(
-            lambda: self._executor.backward(0, self._layer, self._hidden, self._hidden)
+            lambda: self._executor.backward(self._index, self._layer, self._hidden, self._hidden)
         )
         seconds = self.forward + 2 * back
-        for fused, parts in self._job.arch.fuse:
-            if not self._job.arch.is_expert(fused):
+        for fused, parts in self._arch.fuse:
+            if not self._arch.is_expert(fused):
                 for size in block_sizes(sum(self._shapes[part][0] for part in parts)):
                     g = torch.randn(self._hidden.shape[:2].numel(), size, device=self._hidden.device)
                     seconds += self._window(partial(torch.mm, g.T, g))

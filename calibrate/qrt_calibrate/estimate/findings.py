@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-from qrt.arch import Arch
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.core_model_loading import MergeModulelist
+
 from qrt.quant.weight import WEIGHT_SCHEMES
 from qrt_calibrate.estimate.sizes import gigabytes, stored_bytes
 from qrt_calibrate.job.plan import Job
@@ -26,10 +29,11 @@ def findings(job: Job, size: int) -> list[str]:
     found += _parallel(job, size)
     if any(not grid.spec.symmetric and grid.spec.bits == 8 for grid in job.quantized.values()):
         found.append("vLLM runs 8-bit weights with zero points on Hopper only; --sym runs on all its GPUs")
-    if any(WEIGHT_SCHEMES[grid.scheme].int8_tokens for grid in job.quantized.values()):
+    int8_tokens = any(WEIGHT_SCHEMES[grid.scheme].int8_tokens for grid in job.quantized.values())
+    if int8_tokens and job.arch.experts is None:
         found.append("transformers only simulates w8a8, slowly; vLLM, SGLang and qrt run it fast")
     if job.arch.experts is not None:
-        found += _mixture(job.arch, job.grids, job.recipe.grid)
+        found += _mixture(job)
     head = f"{job.arch.names.head}.weight"
     if job.checkpoint.has(head) and not job.source.has(head):
         assert job.recipe.head is not None
@@ -52,7 +56,7 @@ def _parallel(job: Job, size: int) -> list[str]:
         (name, job.checkpoint.spec(f"{name}.weight").shape, grid) for name, grid in job.quantized.items()
     ]
     for count in PARALLEL:
-        if size >= count * SHARE_BYTES and (reason := _split(job.arch, weights, count)):
+        if size >= count * SHARE_BYTES and (reason := _split(job, weights, count)):
             reasons.setdefault(reason, []).append(str(count))
     return [
         f"vLLM and SGLang cannot split it over {' or '.join(counts)} GPUs (tensor parallelism): {reason}"
@@ -60,29 +64,54 @@ def _parallel(job: Job, size: int) -> list[str]:
     ]
 
 
-def _mixture(arch: Arch, grids: Mapping[str, Grid | None], main: Grid) -> list[str]:
+def _mixture(job: Job) -> list[str]:
     """Return the findings for a mixture of experts.
 
     transformers reads all experts by the first grid of the file.
     """
+    arch, main = job.arch, job.recipe.grid
     found = [f"routers ({', '.join(arch.routers)}) stay unquantized"]
-    module = "" if arch.experts is None else arch.experts.module
-    experts = {grid for name, grid in grids.items() if f".{module}." in name}
+    layers = [(f"{job.layer_name(index)}.", arch.at(index)) for index in range(arch.num_layers)]
+    experts = {
+        job.grids[f"{layer}{part}"]
+        for layer, own in layers
+        for part in own.projections
+        if own.is_expert(part)
+    }
+    if not _stacks(job.checkpoint.config):
+        found.append(
+            "experts are written one by one, as qrt reads them; transformers does not for this architecture"
+        )
+        return found
+    if any(grid and WEIGHT_SCHEMES[grid.scheme].int8_tokens for grid in experts):
+        found.append("transformers loads no mixture of experts in w8a8; qrt, vLLM and SGLang do")
+        return found
     if any(grid and not grid.spec.symmetric for grid in experts):
-        found.append("only vLLM and SGLang load experts with zero points; with --sym transformers does too")
+        found.append("transformers does not load experts with zero points; with --sym it does")
     if experts != {main}:
         found.append(
             "transformers loads experts wrong, almost without a warning, unless all of them are on the main "
-            f"grid, {main.describe()}; vLLM and SGLang read them right"
+            f"grid, {main.describe()}; qrt, vLLM and SGLang read them right"
         )
     return found
 
 
-def _split(config: Arch, weights: Sequence[tuple[str, tuple[int, ...], Grid]], size: int) -> str | None:
+def _stacks(config: Mapping[str, Any]) -> bool:
+    """Return whether transformers reads experts that are stored one by one, and stacks them."""
+    nested = config.get("text_config")
+    kinds = [part.get("model_type") for part in (config, nested) if isinstance(part, dict)]
+    conversions = [own for kind in kinds if kind for own in get_checkpoint_conversion_mapping(kind) or ()]
+    operations = [step for own in conversions for step in getattr(own, "operations", ())]
+    return any(isinstance(step, MergeModulelist) for step in operations)
+
+
+def _split(job: Job, weights: Sequence[tuple[str, tuple[int, ...], Grid]], size: int) -> str | None:
     """Say why `size` GPUs cannot share the first Linear that they cannot share; None if they share all."""
+    config = job.arch
     if config.num_heads % size or config.num_kv_heads % size and size % config.num_kv_heads:
         return f"{config.num_heads} query and {config.num_kv_heads} KV heads"
-    ends = tuple(f".{name}" for name in config.projections if name not in config.readers)
+    kinds = [job.arch.at(alike[0]) for alike in job.alike]
+    ends = tuple({f".{name}": None for own in kinds for name in own.projections if name not in own.readers})
     for name, (out_features, in_features), grid in weights:
         by_input = name.endswith(ends)  # the others are split by output
         group = grid.spec.group_size or 1

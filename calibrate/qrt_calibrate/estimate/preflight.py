@@ -10,14 +10,12 @@ from math import prod
 import torch
 
 from qrt.arch import Arch
-from qrt.quant.checkpoint import Checkpoint
-from qrt.quant.spec import TensorSpec
 from qrt_calibrate.estimate.findings import findings
 from qrt_calibrate.estimate.sizes import COUNTED, bits_per_weight, gigabytes, linear_weights, output_bytes
 from qrt_calibrate.job.plan import Job
-from qrt_calibrate.model.experts import EXPERT_BYTES
 from qrt_calibrate.model.streams import stream_bytes
 from qrt_calibrate.rounding.gptq import WALK_BYTES
+from qrt_calibrate.steps.inputs import EXPERT_BYTES
 from qrt_calibrate.steps.sensitivity import block_sizes, gradient_windows
 
 Shapes = Mapping[str, tuple[int, ...]]  # shapes of one layer's weights, by names inside it
@@ -72,22 +70,14 @@ class Preflight:
 def preflight(job: Job) -> Preflight:
     """Estimate a job and find where its result will not load; no weight is read."""
     checkpoint, recipe, dtype = job.checkpoint, job.recipe, job.scale_dtype
-    layers = [_tensors(checkpoint, job.layer_name(index)) for index in range(job.arch.num_layers)]
-    weights = [sum(prod(spec.shape) for spec in layer) for layer in layers]
-    stored = [sum(spec.num_bytes for spec in layer) for layer in layers]
-    shapes = {
-        name: checkpoint.spec(f"{job.layer_name(0)}.{name}.weight").shape for name in job.arch.projections
-    }
-    moments, beside = _stage_bytes(job.arch, shapes, job.device) if recipe.rules.needs_text else (0, 0)
-    outputs = _output_moments(job.arch, shapes) if recipe.rules.rows else 0
-    on_cpu = max(stored) + max(weights) if job.device.type == "cpu" else 0  # as read, and as codes
-    replica = 2 * 4 * max(weights) + moments + outputs
+    layers = [_layer_bytes(job, alike[0]) for alike in job.alike]
+    working, replica = (max(sizes) for sizes in zip(*layers, strict=True))
     stream = partial(stream_bytes, seqlen=recipe.seqlen, hidden_size=job.arch.hidden_size)
     size = output_bytes(checkpoint, job.written, dtype)
     return Preflight(
         output_bytes=size,
         bits_per_weight=bits_per_weight(checkpoint, job.grids, dtype),
-        working_bytes=replica + beside + on_cpu,
+        working_bytes=working,
         replica_bytes=replica if len(job.devices) > 1 and any(recipe.windows) else 0,
         devices=len(job.devices),
         hidden_bytes=2 * stream(sum(recipe.windows)),
@@ -104,6 +94,24 @@ def _tune_bytes(job: Job) -> int:
     if job.recipe.head is not None:  # the rounded head beside the original
         others += linear_weights(job.checkpoint, [job.arch.names.head])
     return job.training.num_bytes(job.arch, trained, others)
+
+
+def _layer_bytes(job: Job, index: int) -> tuple[int, int]:
+    """Return the bytes that layer `index` takes on the first device, and on each other."""
+    arch, checkpoint, rules, name = (
+        job.arch.at(index),
+        job.checkpoint,
+        job.recipe.rules,
+        job.layer_name(index),
+    )
+    tensors = [checkpoint.spec(full) for full in checkpoint.names() if full.startswith(f"{name}.")]
+    weights, stored = sum(prod(spec.shape) for spec in tensors), sum(spec.num_bytes for spec in tensors)
+    shapes = {part: checkpoint.spec(f"{name}.{part}.weight").shape for part in arch.projections}
+    moments, beside = _stage_bytes(arch, shapes, job.device) if rules.needs_text else (0, 0)
+    outputs = _output_moments(arch, shapes) if rules.rows else 0
+    replica = 2 * 4 * weights + moments + outputs
+    on_cpu = stored + weights if job.device.type == "cpu" else 0  # as read, and as codes
+    return replica + beside + on_cpu, replica
 
 
 def _stage_bytes(arch: Arch, shapes: Shapes, device: torch.device) -> tuple[int, int]:
@@ -130,9 +138,3 @@ def _output_moments(arch: Arch, shapes: Shapes) -> int:
     stacks = [parts for fused, parts in arch.fuse if not arch.is_expert(fused)]
     sizes = (size for parts in stacks for size in block_sizes(sum(shapes[part][0] for part in parts)))
     return 2 * 4 * sum(size**2 for size in sizes)
-
-
-def _tensors(checkpoint: Checkpoint, layer: str) -> list[TensorSpec]:
-    """Return shape and dtype of every tensor of a layer."""
-    names = (name for name in checkpoint.names() if name.startswith(f"{layer}."))
-    return [checkpoint.spec(name) for name in names]

@@ -8,10 +8,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from qrt.arch import Arch
 
-# fields that any value may have where layers of transformers' own compute: no product or norm depends on them
+# fields that any value may have under --tune: no product or norm of transformers' classes depends on them
 FREE = frozenset(
     "name vocab_size hidden_size intermediate_size num_heads num_kv_heads head_dim layers ropes "
-    "max_position dtype eos_token_ids tied_embeddings qkv_bias o_bias mlp_bias norm qk_norm experts".split()
+    "max_position dtype eos_token_ids tied_embeddings qkv_bias o_bias mlp_bias norm qk_norm".split()
 )
 
 
@@ -19,12 +19,6 @@ def uncalibrated(arch: Arch) -> str | None:
     """Return the first fact of `arch` that the calibrator does not know, None where it knows all."""
     if arch.transposed:
         return "weights stored [in, out], which no quantized format holds"
-    if arch.names.sinks is not None:
-        return "attention sinks"
-    if arch.experts is not None:
-        if not all(layer.sparse for layer in arch.layers):
-            return "dense layers between its mixtures"
-        return _beyond(arch)
     return None
 
 

@@ -18,9 +18,10 @@ from qrt.model.names import place_names
 from qrt.quant.checkpoint import Checkpoint
 from qrt.quant.checkpoint.compressed_tensors import HEAD
 from qrt.quant.checkpoint.format import FLOATS
-from qrt.quant.weight import WEIGHT_SCHEMES, weight_only
+from qrt.quant.weight import WEIGHT_SCHEMES
 from qrt_calibrate.job.calibrated import uncalibrated, untrained
 from qrt_calibrate.job.names import check_stored
+from qrt_calibrate.model.spelled import SpelledCheckpoint, spelled_out
 from qrt_calibrate.model.untie import UntiedCheckpoint
 from qrt_calibrate.recipe.groups import check_groups, choose_groups
 from qrt_calibrate.recipe.method import Scales
@@ -88,8 +89,11 @@ class Job:
     @property
     def ignored(self) -> list[str]:
         """The Linears that stay unquantized, routers, an unquantized head and those of images among them."""
-        layers = (self.layer_name(index) for index in range(self.arch.num_layers))
-        routers = [f"{layer}.{name}" for layer in layers for name in self.arch.routers]
+        routers = [
+            f"{self.layer_name(index)}.{name}"
+            for index in range(self.arch.num_layers)
+            for name in self.arch.at(index).routers
+        ]
         own = (self.arch.names.head, HEAD)  # some models of transformers know the head by this name alone
         head = [] if self.recipe.head else dict.fromkeys(own)
         plain = (name for name, grid in self.grids.items() if grid is None)
@@ -104,6 +108,15 @@ class Job:
         matrices = (name for name in names if len(self.checkpoint.spec(name).shape) > 1)
         parts = dict.fromkeys(name.removeprefix("model.").partition(".")[0] for name in matrices)
         return [rf"{REGEX}(.*\.)?{part}\." for part in parts]
+
+    @property
+    def alike(self) -> list[list[int]]:
+        """The numbers of the layers that have the same sizes: those with a mixture, and the others."""
+        layers = self.arch.layers
+        return [
+            [index for index, layer in enumerate(layers) if layer.sparse is sparse]
+            for sparse in sorted({layer.sparse for layer in layers})
+        ]
 
     def layer_name(self, index: int) -> str:
         """Return the full name of layer `index`."""
@@ -135,15 +148,16 @@ def plan(checkpoint: Checkpoint, recipe: Recipe, *devices: torch.device) -> Job:
         raise _quantized(checkpoint.path)
     checkpoint = as_stored(checkpoint)  # it may come from an earlier plan
     arch = place_names(_architecture(checkpoint.config, checkpoint.path), checkpoint.names())
+    source, stored = checkpoint, arch
+    checkpoint, arch = spelled_out(checkpoint, arch)
     if arch.experts is not None:
         recipe = _for_mixture(recipe, arch)
     if any(recipe.windows) and recipe.seqlen > arch.max_position:
         raise ConfigError(
             f"--seqlen: expected at most the model's {arch.max_position}, got {recipe.seqlen}; lower it"
         )
-    recipe, notes = choose_groups(checkpoint, matched(arch, arch.num_layers, recipe), recipe)
-    grids = select(arch, arch.num_layers, recipe)
-    source, stored = checkpoint, arch
+    recipe, notes = choose_groups(checkpoint, matched(arch, recipe), recipe)
+    grids = select(arch, recipe)
     if recipe.head:
         if arch.unit_head or arch.names.head != HEAD:
             why = "normalizes its rows" if arch.unit_head else f"calls it {arch.names.head}"
@@ -183,7 +197,9 @@ def _architecture(config: Mapping[str, Any], model: str | Path) -> Arch:
 
 def as_stored(checkpoint: Checkpoint) -> Checkpoint:
     """Return the checkpoint that a job's was made from."""
-    return checkpoint.base if isinstance(checkpoint, UntiedCheckpoint) else checkpoint
+    while isinstance(checkpoint, UntiedCheckpoint | SpelledCheckpoint):
+        checkpoint = checkpoint.base
+    return checkpoint
 
 
 def _for_mixture(recipe: Recipe, arch: Arch) -> Recipe:
@@ -199,12 +215,6 @@ def _for_mixture(recipe: Recipe, arch: Arch) -> Recipe:
     for flag, given in unknown.items():
         if given:
             raise UnsupportedError(f"{flag}: not for {arch.name}, a mixture of experts; leave it out")
-    grids = [recipe.grid, *(override.grid for override in recipe.overrides if override.grid)]
-    if any(WEIGHT_SCHEMES[grid.scheme].int8_tokens for grid in grids):
-        raise UnsupportedError(
-            f"{arch.name} is a mixture of experts, of which transformers loads none in w8a8; "
-            f"use --scheme {' or '.join(weight_only().values())}"
-        )
     if recipe.zeros_asked:
         return recipe
     return replace(recipe, spec=replace(recipe.spec, symmetric=True))

@@ -5,20 +5,15 @@ A layer has no memory until it is filled with weights; it is run, and freed.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from qrt.arch import Arch
 from qrt.errors import CheckpointError
 from qrt.quant.checkpoint import Checkpoint
 from qrt_calibrate.model.around import Around, around
-from qrt_calibrate.model.experts import spell_out
 from qrt_calibrate.model.head import HEAD_ROWS, AnyHead, Finish, PlainHead, unit_rows
 from qrt_calibrate.model.norms import Norm
 from qrt_calibrate.model.reference import ReferenceLayer
@@ -37,7 +32,6 @@ class LayerExecutor:
         self._arch = arch
         self._seqlen = seqlen
         self.device = device
-        self._feeds = _mixtures(checkpoint.path, arch) if arch.experts is not None else None
         self._final: tuple[nn.Module, PlainHead, Finish] | None = None
         self._around: dict[torch.device, list[Around]] = {}
 
@@ -64,8 +58,7 @@ class LayerExecutor:
 
     def load(self, index: int, tensors: Mapping[str, Tensor]) -> nn.Module:
         """Return layer `index` with weights `tensors`, named relative to it, in fp32 on the device."""
-        feed = None if self._feeds is None else copy.deepcopy(self._feeds[index])
-        layer = ReferenceLayer(self._arch, index, tensors.keys(), self.device, feed)
+        layer = ReferenceLayer(self._arch, index, tensors.keys(), self.device)
         filled = {}
         for name, wanted in layer.state_dict().items():
             full = f"{self.layer_name(index)}.{name}"
@@ -161,29 +154,6 @@ class LayerExecutor:
         }
         norm.load_state_dict(tensors, assign=True)
         return norm.requires_grad_(False)
-
-
-def _mixtures(folder: Path, arch: Arch) -> Sequence[nn.Module]:
-    """Return transformers' own blocks of experts, one a layer, under the checkpoint's names."""
-    assert arch.experts is not None
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(_config(folder), dtype=torch.float32)
-        for layer in model.get_submodule(arch.names.layers):
-            spell_out(layer, arch)
-    model.eval().requires_grad_(False)  # no noise on routers
-    name = arch.experts.module.rpartition(".")[0]
-    return [layer.get_submodule(name) for layer in model.get_submodule(arch.names.layers)]
-
-
-def _config(folder: Path) -> Any:
-    """Return the config as transformers reads it; CheckpointError if it cannot."""
-    try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    except Exception as error:  # a missing or unknown model_type, an entry of the wrong kind
-        reason = str(error).strip().partition("\n")[0]
-        raise CheckpointError(
-            f"{folder}/config.json: transformers, which runs the experts, does not read it ({reason})"
-        ) from error
 
 
 def _device(layer: nn.Module) -> torch.device:

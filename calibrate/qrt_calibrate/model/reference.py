@@ -6,7 +6,7 @@ written back. Everything that reorders them happens as they are used. See `qrt.a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from os.path import commonprefix
 from typing import cast
 
@@ -15,27 +15,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qrt.arch import Arch
-from qrt.layers.activations import ACTIVATIONS, XIELU
-from qrt.model.stacks import Stack, head_channels, stacks
+from qrt.model.stacks import head_channels, stacks
 from qrt_calibrate.model.around import Around, turned
-from qrt_calibrate.model.norms import META, Norm, head_norm
+from qrt_calibrate.model.blocks import Block, Mlp, nest, nest_parameter
+from qrt_calibrate.model.mixture import Mixture
+from qrt_calibrate.model.norms import Norm, head_norm
 
 
-class _Block(nn.Module):
-    """Part of a layer: its Linears under their names, those of `Stack`s next to each other."""
-
-    def stacked(self, stack: Stack, prefix: str, x: Tensor) -> Tensor:
-        """Return the outputs of the modules of `stack`, one behind the other."""
-        parts = [self.get_submodule(name.removeprefix(prefix))(x) for name in stack.modules]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
-
-    def add(self, stack: Stack, prefix: str) -> None:
-        """Make the modules of `stack`."""
-        for name, out in zip(stack.modules, stack.outs, strict=True):
-            nest(self, name.removeprefix(prefix), nn.Linear(stack.in_features, out, stack.bias, device=META))
-
-
-class Attention(_Block):
+class Attention(Block):
     """The attention of layer `index`, whose names begin with `prefix`."""
 
     order: Tensor | None
@@ -52,6 +39,9 @@ class Attention(_Block):
         channels = head_channels(arch, index)
         channels = None if channels is None else channels.to(device)
         layer, self._norms = f"{arch.names.layers}.{index}.", list[str]()
+        self._sinks = None if arch.names.sinks is None else f"{layer}{arch.names.sinks}".removeprefix(prefix)
+        if self._sinks is not None:
+            nest_parameter(self, self._sinks, arch.num_heads)
         names = (arch.names.q_norm, arch.names.k_norm) if arch.qk_norm else ()
         for name, heads in zip(names, (arch.num_heads, arch.num_kv_heads), strict=False):
             self._norms.append(f"{layer}{name}".removeprefix(prefix))
@@ -83,95 +73,54 @@ class Attention(_Block):
         q, k, v = (own.transpose(1, 2) for own in (q, k, v))
         k, v = (own.repeat_interleave(arch.num_heads // arch.num_kv_heads, 1) for own in (k, v))
         scale = arch.head_dim**-0.5 if arch.attention_scale is None else arch.attention_scale
-        if arch.softcap is None:
+        if arch.softcap is None and self._sinks is None:
             out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scale)
-        else:
-            scores = arch.softcap * torch.tanh(q @ k.mT * (scale / arch.softcap))
-            if mask is None:
-                mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
-            hidden = scores.masked_fill(~mask, float("-inf")) if mask.dtype is torch.bool else scores + mask
-            out = hidden.softmax(-1) @ v
-        return out.transpose(1, 2).flatten(2)
-
-
-class _XIELU(nn.Module):
-    """`XIELU` with parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for name, shape in (("alpha_p", (1,)), ("alpha_n", (1,)), ("beta", ()), ("eps", ())):
-            self.register_parameter(name, nn.Parameter(torch.empty(shape, device=META)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Of each element."""
-        return XIELU(*self.parameters())(x)
-
-
-class Mlp(_Block):
-    """The mlp of layer `index`, whose names begin with `prefix`."""
-
-    def __init__(self, arch: Arch, index: int, prefix: str) -> None:
-        super().__init__()
-        found = stacks(arch, index)
-        self._prefix, self._gate_up, self._down = prefix, found["gate_up"], found["down"]
-        self._gated = arch.gate_up != "plain"
-        self.add(self._gate_up, prefix)
-        self.add(self._down, prefix)
-        self._act: Callable[[Tensor], Tensor] | str
-        if arch.act == "xielu":
-            self._act = f"{arch.names.layers}.{index}.{arch.names.activation}".removeprefix(prefix)
-            nest(self, self._act, _XIELU())
-        else:
-            self._act = ACTIVATIONS[arch.act]
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [B, T, H] -> [B, T, H]."""
-        act = self.get_submodule(self._act) if isinstance(self._act, str) else self._act
-        inner = self.stacked(self._gate_up, self._prefix, x)
-        if self._gated:
-            gate, up = inner.chunk(2, -1)
-            inner = act(gate) * up
-        else:
-            inner = act(inner)
-        return self.stacked(self._down, self._prefix, inner)
+            return out.transpose(1, 2).flatten(2)
+        scores = q @ k.mT * scale
+        if arch.softcap is not None:
+            scores = arch.softcap * torch.tanh(scores / arch.softcap)
+        if mask is None:
+            mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+        hidden = scores.masked_fill(~mask, float("-inf")) if mask.dtype is torch.bool else scores + mask
+        if self._sinks is not None:  # a score of each head that has no value
+            sinks = self.get_parameter(self._sinks)[:, None, None].expand(*hidden.shape[:-1], 1)
+            hidden = torch.cat((hidden, sinks), -1)
+        return (hidden.softmax(-1)[..., : k.shape[2]] @ v).transpose(1, 2).flatten(2)
 
 
 class ReferenceLayer(nn.Module):
     """Layer `index` of an architecture; parameters have no memory yet, buffers are on `device`.
 
     stored   names of the tensors that the checkpoint has of it
-    feed     the block of a mixture that stands in the mlp's place, or None
     """
 
-    def __init__(
-        self,
-        arch: Arch,
-        index: int,
-        stored: Collection[str],
-        device: torch.device,
-        feed: nn.Module | None = None,
-    ) -> None:
+    def __init__(self, arch: Arch, index: int, stored: Collection[str], device: torch.device) -> None:
         super().__init__()
         self._arch, names, layer = arch, arch.names, f"{arch.names.layers}.{index}."
         found = stacks(arch, index)
         attention = [*found["qkv"].modules, *found["o"].modules]
         attention += [f"{layer}{name}" for name in (names.q_norm, names.k_norm)] if arch.qk_norm else []
-        self.attend: Callable[[Tensor, Around], Tensor] = self._placed(
+        self.attend = self._placed(
             layer, prefix := block_prefix(attention), Attention(arch, index, prefix, stored, device)
         )
-        self.feed: Callable[[Tensor], Tensor]
-        if feed is None:
-            mlp = [*found["gate_up"].modules, *found["down"].modules]
-            mlp += [f"{layer}{names.activation}"] if arch.act == "xielu" else []
-            self.feed = self._placed(layer, prefix := block_prefix(mlp), Mlp(arch, index, prefix))
-        else:
-            assert arch.experts is not None
-            self.feed = self._placed(layer, f"{layer}{arch.experts.module.rpartition('.')[0]}.", feed)
+        self.feed = self._feed(arch.at(index), index, layer)
         for name in (names.attention_in, names.attention_out, names.mlp_in, names.mlp_out):
             if name is not None:
                 nest(self, name, Norm(arch, arch.hidden_size, bias=f"{name}.bias" in stored))
 
-    def _placed(self, layer: str, prefix: str, block: nn.Module) -> Callable[..., Tensor]:
+    def _feed(self, arch: Arch, index: int, layer: str) -> Reference:
+        """Return the mlp of layer `index`, or its mixture."""
+        spec = arch.experts
+        if spec is not None:
+            own = [spec.module, *spec.routers, spec.correction, spec.shared]
+            prefix = block_prefix([f"{layer}{name}" for name in own if name is not None])
+            return self._placed(layer, prefix, Mixture(arch, index, prefix))
+        found = stacks(arch, index)
+        mlp = [*found["gate_up"].modules, *found["down"].modules]
+        mlp += [f"{layer}{arch.names.activation}"] if arch.act == "xielu" else []
+        return self._placed(layer, prefix := block_prefix(mlp), Mlp(arch, index, prefix))
+
+    def _placed(self, layer: str, prefix: str, block: nn.Module) -> Reference:
         """Register a block under its prefix; where its parts have none in common, the parts themselves."""
         if inside := prefix.removeprefix(layer).removesuffix("."):
             nest(self, inside, block)
@@ -192,9 +141,7 @@ class ReferenceLayer(nn.Module):
             normed = self._normed(names.mlp_in, y)
         elif names.mlp_in != names.attention_in:
             normed = self._normed(names.mlp_in, x)
-        out = self.feed(normed)
-        out = out[0] if isinstance(out, tuple) else out  # some mixtures return their routers' choice too
-        return y + m * self._normed(names.mlp_out, out)
+        return y + m * self._normed(names.mlp_out, self.feed(normed))
 
 
 class Reference:
@@ -211,13 +158,3 @@ class Reference:
 def block_prefix(modules: Sequence[str]) -> str:
     """Return the beginning that full names share, with its dot: "model.layers.0.self_attn."."""
     return ".".join([*commonprefix([name.split(".")[:-1] for name in modules]), ""])
-
-
-def nest(parent: nn.Module, name: str, child: nn.Module) -> None:
-    """Register `child` under a dotted name."""
-    *path, last = name.split(".")
-    for part in path:
-        if not hasattr(parent, part):
-            parent.add_module(part, nn.Module())
-        parent = parent.get_submodule(part)
-    parent.add_module(last, child)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 
 from qrt.arch import Arch
@@ -14,29 +14,29 @@ from qrt_calibrate.recipe.recipe import Grid, Recipe
 REGEX = "re:"
 
 
-def select(arch: Arch, num_layers: int, recipe: Recipe) -> dict[str, Grid | None]:
+def select(arch: Arch, recipe: Recipe) -> dict[str, Grid | None]:
     """Return the grid of every Linear in the layers by full name, None where it stays unquantized.
 
     Raises ConfigError: a pattern matches nothing, nothing is left to quantize, a fused group is split, or a
     head is both ignored and to be rounded.
     """
-    grids = matched(arch, num_layers, recipe)
+    grids = matched(arch, recipe)
     if not any(grids.values()):
         raise ConfigError("nothing is left to quantize; remove a pattern of --ignore, or an override")
-    _check_fused(arch, _layers(arch, num_layers), grids)
+    _check_fused(arch, grids)
     return grids
 
 
-def _layers(arch: Arch, num_layers: int) -> list[str]:
-    return [f"{arch.names.layers}.{index}" for index in range(num_layers)]
+def _layers(arch: Arch) -> Iterator[tuple[str, Arch]]:
+    """Yield the name of each layer, and the architecture as it has it."""
+    for index in range(arch.num_layers):
+        yield f"{arch.names.layers}.{index}", arch.at(index)
 
 
-def matched(arch: Arch, num_layers: int, recipe: Recipe) -> dict[str, Grid | None]:
+def matched(arch: Arch, recipe: Recipe) -> dict[str, Grid | None]:
     """Return what `select` does, without its checks of what is left and of fused groups."""
     grids: dict[str, Grid | None] = {
-        f"{layer}.{projection}": recipe.grid
-        for layer in _layers(arch, num_layers)
-        for projection in arch.projections
+        f"{layer}.{projection}": recipe.grid for layer, own in _layers(arch) for projection in own.projections
     }
     for override in recipe.overrides:
         for name in _matching(arch, list(grids), override.pattern, "an override"):
@@ -79,20 +79,20 @@ def matches(name: str, pattern: str) -> bool:
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
 
 
-def _check_fused(arch: Arch, layers: list[str], grids: Mapping[str, Grid | None]) -> None:
+def _check_fused(arch: Arch, grids: Mapping[str, Grid | None]) -> None:
     """Raise ConfigError unless all parts of a fused Linear, and all experts of a layer, have one grid."""
-    experts = [part for part in arch.projections if arch.is_expert(part)]
-    for layer in layers:
+    for layer, own in _layers(arch):
         found: dict[Grid | None, str] = {}
-        for part in experts:
-            found.setdefault(grids[f"{layer}.{part}"], part)
+        for part in own.projections:
+            if own.is_expert(part):
+                found.setdefault(grids[f"{layer}.{part}"], part)
         if len(found) > 1:
             grids_of = (f"{part} is {_described(grid)}" for grid, part in found.items())
             raise ConfigError(
                 f"{', '.join(grids_of)}, but engines run all experts of {layer} as one; match "
-                f"{arch.experts.module if arch.experts else None}.* or none of them"
+                f"{own.experts.module if own.experts else None}.* or none of them"
             )
-        for fused, parts in arch.fuse:
+        for fused, parts in own.fuse:
             chosen = {part: grids[f"{layer}.{part}"] for part in parts}
             if len(set(chosen.values())) > 1:
                 grids_of = (f"{part} is {_described(grid)}" for part, grid in chosen.items())

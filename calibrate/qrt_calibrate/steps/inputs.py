@@ -7,13 +7,14 @@ from functools import partial
 
 from torch import nn
 
-from qrt_calibrate.model.experts import EXPERT_BYTES, inside
+from qrt_calibrate.model.mixture import inside
 from qrt_calibrate.model.streams import Share
 from qrt_calibrate.rounding.fold import linear
 from qrt_calibrate.rounding.observe import Moments, norm_weights
 from qrt_calibrate.steps.bench import Bench, Stage
 from qrt_calibrate.steps.sensitivity import OutputMoments, output_moments
 
+EXPERT_BYTES = 4 << 30  # most bytes of experts' moments held at a time, but one expert's at least
 Parts = tuple[str, ...]
 
 
@@ -120,6 +121,5 @@ def _adds(bench: Bench, stage: Stage) -> bool:
     what the stream lacks.
     """
     arch = bench.arch
-    block = ("" if arch.experts is None else arch.experts.module).rpartition(".")[0]
-    weighted = block != "" and stage.parts[0].startswith(f"{block}.")
+    weighted = arch.experts is not None and not stage.in_attention
     return stage.out_norm is None and not weighted and (stage.in_attention or not arch.parallel)

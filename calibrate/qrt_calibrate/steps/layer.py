@@ -62,8 +62,9 @@ def quantize_layer(
     assert executor is not None and streams is not None
     with torch.no_grad():
         eps = job.arch.norm.eps
-        bench = Bench(job.layer_name(index), job.arch, eps, executor, index, tensors, streams)
-        pairs = foldable(job.arch.smooth, job.arch.projections, grids)
+        arch = job.arch.at(index)
+        bench = Bench(job.layer_name(index), arch, eps, executor, index, tensors, streams)
+        pairs = foldable(arch.smooth, arch.projections, grids)
         figures, recipe, dtype = Figures(), job.recipe, job.scale_dtype
         search = ScaleSearch(bench, pairs, recipe.rules.scales, recipe.exact_folds, dtype)
         rounder = Rounder(recipe.rules, dtype, recipe.damping, figures)

@@ -13,7 +13,7 @@ W4, W8 = (Grid(scheme, grid_of(scheme, None, None)) for scheme in ("w4a16", "w8a
 
 def select(arch, layers, patterns, *overrides):
     recipe = Recipe("w4a16", W4.spec, "rtn", ignore=patterns, overrides=overrides)
-    return select_grids(arch, layers, recipe)
+    return select_grids(arch.of_layers(layers), recipe)
 
 
 def test_everything_but_the_head_by_default():
