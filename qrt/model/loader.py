@@ -74,6 +74,8 @@ class CheckpointWeights:
 
     def experts(self, stacks: Sequence[Stack]) -> ExpertLinear:
         """Read and check the Linears of all experts, one after the other; raises as `linear` does."""
+        if stacks[0].expert is not None:
+            self.checkpoint.expect_experts(stacks[0].modules[0], len(stacks))
         first, _ = self._read(stacks[0])
 
         def each() -> Iterator[WeightData]:

@@ -31,13 +31,16 @@ def test_an_expert_is_read_alone(saved):
 
 
 @pytest.mark.parametrize("change, text", [
-    ({"gate_up_proj": None}, "gate_up_proj"),
+    ({"gate_up_proj": None}, r"no tensor 'model\.layers\.2\.mlp\.experts\.gate_up_proj'"),
     ({"down_proj_bias": None}, r"1 missing .*: model\.layers\.2\.mlp\.experts\.down_proj_bias"),
     ({"gate_up_proj_extra": (8, 1)}, "gate_up_proj_extra"),
     ({"other": (1,)}, r"1 tensors .* does not use: model\.layers\.2\.mlp\.experts\.other"),
-    ({"down_proj": (7, 192, 128)}, "down_proj"),
+    ({"down_proj": (7, 192, 128)}, "down_proj: expected more than 7 experts, got 7"),
+    ({"down_proj": (9, 192, 128)}, "down_proj: expected 8 experts, got 9"),
+    ({"down_proj_bias": (9, 128)}, "down_proj_bias: expected 8 experts, got 9"),
+    ({"down_proj_bias": ()}, "down_proj_bias: expected more than 7 experts, got one number"),
     ({"down_proj": (8, 128, 192)}, "down_proj"),
-    ({"down_proj_bias": (8, 127)}, "down_proj_bias"),
+    ({"down_proj_bias": (8, 127)}, r"experts\.down_proj_bias: expected shape \[N\] with N=128, got \[127\]"),
 ])  # fmt: skip
 def test_what_does_not_fit_is_named(saved, tmp_path, change, text):
     """None removes a tensor, a shape replaces it or adds one."""

@@ -34,8 +34,8 @@ class SpelledCheckpoint(Checkpoint):
         self.path, self.quantization, self.config, self.base = base.path, base.quantization, base.config, base
         self._slices = _slices(base, arch)
         stacked = {own.stored for own in self._slices.values()}
-        self._shard_of = {name: base._shard(name) for name in base.stored_names() if name not in stacked}
-        self._shard_of |= {name: base._shard(own.stored) for name, own in self._slices.items()}
+        self._shard_of = {name: base.shard(name) for name in base.stored_names() if name not in stacked}
+        self._shard_of |= {name: base.shard(own.stored) for name, own in self._slices.items()}
 
     def spec(self, name: str) -> TensorSpec:
         """Return shape and dtype of a tensor."""

@@ -25,7 +25,7 @@ class UntiedCheckpoint(Checkpoint):
         self._shard_of = dict(base._shard_of)
         self._head, self._embedding = f"{arch.names.head}.weight", f"{arch.names.embed}.weight"
         if not base.has(self._head):
-            self._shard_of[self._head] = base._shard(self._embedding)
+            self._shard_of[self._head] = base.shard(self._embedding)
 
     def spec(self, name: str) -> TensorSpec:
         """Return shape and dtype as stored."""

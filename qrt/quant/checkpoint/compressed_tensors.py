@@ -1,10 +1,10 @@
 """compressed-tensors: read a `quantization_config`, which says how each Linear is quantized, and write one.
 
-Reads groups of int4, int8 and fp8 weights in any of three layouts, chosen per group, for modules named
-exactly, by regular expression or by class. fp8 weights run as 16-bit weights, and activations are not
-rounded; this is closer to the original than what the file asks for, and a warning says so. Everything else in
-the config would change what the model computes and is refused by name. Writes the minimal config that every
-version of compressed-tensors loads (docs/checkpoint-formats.md#what-is-written).
+Reads groups of int4, int8, fp8 and MXFP4 weights in any of four layouts, chosen per group, for modules named
+exactly, by regular expression or by class. fp8 weights run as 16-bit weights, and activations beside floats
+are not rounded; this is closer to the original than what the file asks for, and a warning says so. Everything
+else in the config would change what the model computes and is refused by name. Writes the minimal config that
+every version of compressed-tensors loads (docs/checkpoint-formats.md#what-is-written).
 """
 
 from __future__ import annotations

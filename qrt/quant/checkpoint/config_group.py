@@ -10,6 +10,8 @@ from functools import partial
 from typing import Any
 
 from qrt.errors import CheckpointError, UnsupportedError
+from qrt.quant import e2m1
+from qrt.quant.checkpoint import mxfp4
 from qrt.quant.checkpoint.folder import TensorFolder
 from qrt.quant.checkpoint.format import REMEDY, block_of
 from qrt.quant.checkpoint.layout import FloatQuantized, IntQuantized, Layout, PackQuantized
@@ -47,6 +49,15 @@ FP8_WEIGHTS: dict[str, tuple[Any, ...]] = {
     "type": ("float",),
     "symmetric": (True,),
     "strategy": ("channel", "tensor", "block"),
+    "dynamic": (False,),
+}
+MXFP4 = "mxfp4-pack-quantized"
+MXFP4_WEIGHTS: dict[str, tuple[Any, ...]] = {
+    "num_bits": (4,),
+    "type": ("float",),
+    "symmetric": (True,),
+    "strategy": ("group",),
+    "group_size": (e2m1.GROUP,),
     "dynamic": (False,),
 }
 ACTIVATIONS: dict[str, tuple[Any, ...]] = {
@@ -110,6 +121,8 @@ def read_group(where: str, name: str, entry: Any, default_format: Any) -> Group:
         layout = FloatQuantized.name if is_float else IntQuantized.name
     if layout == FloatQuantized.name:
         return _fp8_group(where, entry)
+    if layout == MXFP4:
+        return _mxfp4_group(where, entry)
     weights = _arguments(f"{where}.weights", weights, WEIGHTS)
     activations = entry.get("input_activations")
     if activations is not None:
@@ -127,7 +140,7 @@ def read_group(where: str, name: str, entry: Any, default_format: Any) -> Group:
                 decode = partial(LAYOUTS[layout].decode, spec=spec)
                 return Group(patterns(where, entry.get("targets")), scheme, spec, decode)
     raise UnsupportedError(
-        f"{where}: expected {', '.join(map(_described, _stored_schemes()))} or float-quantized, "
+        f"{where}: expected {', '.join(map(_described, _stored_schemes()))}, float-quantized or {MXFP4}, "
         f"got {layout} with {bits}-bit {weights['strategy']} weights"
         f"{' and int8 activations' if activations is not None else ''}; {REMEDY}"
     )
@@ -141,6 +154,15 @@ def _fp8_group(where: str, entry: Mapping[str, Any]) -> Group:
     )
     logger.warning("%s: fp8 weights run as 16-bit weights, activations are not rounded", where)
     return Group(patterns(where, entry.get("targets")), "fp16", None, FloatQuantized(block).decode)
+
+
+def _mxfp4_group(where: str, entry: Mapping[str, Any]) -> Group:
+    """Read an entry of MXFP4 weights; activations are not rounded, whatever it says about them."""
+    _arguments(f"{where}.weights", entry.get("weights"), MXFP4_WEIGHTS)
+    if entry.get("input_activations") is not None:
+        logger.warning("%s: activations are not rounded", where)
+    spec = WEIGHT_SCHEMES[mxfp4.SCHEME].spec
+    return Group(patterns(where, entry.get("targets")), mxfp4.SCHEME, spec, mxfp4.packed_linear)
 
 
 def _arguments(where: str, entry: Any, known: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:

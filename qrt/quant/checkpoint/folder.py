@@ -1,8 +1,8 @@
-"""The tensors of a checkpoint folder, by name, over one or many safetensors files."""
+"""The tensors of a checkpoint folder, by name, over one or many safetensors files; views of some of them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -15,6 +15,7 @@ from qrt.quant.checkpoint.shard import Shard, open_shard
 from qrt.quant.spec import TensorSpec
 from qrt.registry import nearest
 
+WEIGHT = ".weight"
 MISMATCH = "the weights do not match config.json; download both again"
 
 
@@ -43,7 +44,7 @@ class TensorFolder:
 
     def spec(self, name: str) -> TensorSpec:
         """Return shape and dtype of a tensor without reading its data; CheckpointError when it is absent."""
-        return self._shard(name).tensors[name][0]
+        return self.shard(name).tensors[name][0]
 
     @property
     def num_bytes(self) -> int:
@@ -62,17 +63,82 @@ class TensorFolder:
         Raises CheckpointError, naming tensor and folder, when it is absent or has another shape or dtype than
         asked for (`shape`, `dtype` and `sizes` are those of `qrt.checks.expect`).
         """
-        shard = self._shard(name)
+        shard = self.shard(name)
         try:
-            expect(self.spec(name), shape, dtype, name, **sizes)
+            expect(self.spec(name), shape, dtype, self.name_in_messages(name), **sizes)
         except ValueError as error:
             raise CheckpointError(f"{self.path}: {error}; {MISMATCH}") from None
         return shard.tensor(name)
 
-    def _shard(self, name: str) -> Shard:
+    def shard(self, name: str) -> Shard:
+        """Return the shard that holds a tensor; CheckpointError when it is absent."""
         if name not in self._shard_of:
-            raise CheckpointError(f"{self.path}: no tensor {name!r}{nearest(name, list(self._shard_of))}")
+            stored, names = self.name_in_messages(name), map(self.name_in_messages, self._shard_of)
+            raise CheckpointError(f"{self.path}: no tensor {stored!r}{nearest(stored, list(names))}")
         return self._shard_of[name]
+
+    def name_in_messages(self, name: str) -> str:
+        """Return how errors call a tensor."""
+        return name
+
+
+class Expert(TensorFolder):
+    """The tensors of one expert of those that are stored together [E, ...], under the names of a Linear.
+
+    So every format reads it as it reads a Linear. `stack` is the name of the tensor of unquantized weights;
+    tools add endings to it:
+
+    stack                               the Linear's
+    experts.gate_up_proj                experts.gate_up_proj.weight
+    experts.gate_up_proj_scale_inv      experts.gate_up_proj.weight_scale_inv
+    experts.gate_up_proj_bias           experts.gate_up_proj.bias
+    moe.input_linear.weight             the same name, and that of all others of the module
+
+    Nothing of the other experts is mapped. `module` is the Linear that it is.
+    """
+
+    def __init__(self, folder: TensorFolder, stack: str, names: Iterable[str], index: int) -> None:
+        """`names` are the tensors of `folder` among which are those of the stack."""
+        self.path, self._stack = folder.path, stack
+        self.module = stack.removesuffix(WEIGHT)
+        self._stored = {own: name for name in names if (own := self._own_name(name)) is not None}
+        self._shard_of = {own: _slice_of(folder, name, own, index) for own, name in self._stored.items()}
+        if not self._shard_of:
+            folder.spec(stack)  # raises, as there is no such tensor
+
+    def name_in_messages(self, name: str) -> str:
+        """Return the name of a tensor as it is stored, or would be."""
+        if name in self._stored:
+            return self._stored[name]
+        if self._stack.endswith(WEIGHT) or not name.startswith(f"{self.module}."):
+            return name
+        kind = name.removeprefix(self.module)
+        if kind == ".bias":
+            return f"{self._stack}_bias"
+        return f"{self._stack}{kind.removeprefix(WEIGHT)}"
+
+    def _own_name(self, stored: str) -> str | None:
+        """Return the Linear's name of a stored tensor; None for one of another module."""
+        if stored.startswith(f"{self.module}."):
+            return stored
+        kind = stored.removeprefix(self._stack)
+        if kind == "_bias":
+            return f"{self.module}.bias"
+        is_own = stored.startswith(self._stack) and kind[:1] in ("", "_")
+        return f"{self.module}{WEIGHT}{kind}" if is_own else None
+
+
+def _slice_of(folder: TensorFolder, stored: str, own: str, index: int) -> Shard:
+    """Return a shard that holds element `index` of the tensor `stored`, as `own`."""
+    shard = folder.shard(stored)
+    spec, begin = shard.tensors[stored]
+    if not spec.shape or index >= spec.shape[0]:
+        raise CheckpointError(
+            f"{folder.path}: {stored}: expected more than {index} experts, got "
+            f"{spec.shape[0] if spec.shape else 'one number'}; {MISMATCH}"
+        )
+    one = TensorSpec(spec.shape[1:], spec.dtype)
+    return Shard(shard.path, {own: (one, begin + index * one.num_bytes)})
 
 
 def _shards(folder: Path) -> dict[str, Shard]:

@@ -29,13 +29,6 @@ class CheckpointFormat(ABC):
         qrt does not read.
         """
 
-    def expert(self, tensors: TensorFolder, module: str, index: int) -> tuple[str, WeightData]:
-        """Do as `linear` for expert `index` of those that are stacked as `module`."""
-        raise UnsupportedError(
-            f"{tensors.path}: {module}: expected unquantized experts in one tensor, or a Linear for each of "
-            f"them, as {type(self).__name__} has them; {REMEDY}"
-        )
-
     def grid(self, module: str) -> tuple[str, QuantSpec | None]:
         """Return scheme name and grid of `module` from the config; UnsupportedError if only tensors tell."""
         raise UnsupportedError(

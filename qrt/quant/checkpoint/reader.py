@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from qrt.errors import CheckpointError, UnsupportedError
 from qrt.folder import SEPARATE_CONFIGS, is_file, read_config, read_json
 from qrt.location import model_folder
-from qrt.quant.checkpoint.folder import MISMATCH, TensorFolder
+from qrt.quant.checkpoint.folder import MISMATCH, Expert, TensorFolder
 from qrt.quant.checkpoint.format import FLOATS, REMEDY, CheckpointFormat
 from qrt.quant.checkpoint.plain import Plain
 from qrt.quant.checkpoint.shard import Shard
@@ -27,6 +27,7 @@ FORMATS: Registry[Callable[[Mapping[str, Any], TensorFolder], CheckpointFormat]]
         "awq": "qrt.quant.checkpoint.awq:AwqGemm",
         "gptq": "qrt.quant.checkpoint.gptq:Gptq",
         "fp8": "qrt.quant.checkpoint.fp8:Fp8",
+        "mxfp4": "qrt.quant.checkpoint.mxfp4:Mxfp4",
     },
 )
 # Tensors without weights, which qrt does not read: RoPE frequencies and masks in old checkpoints; scales with
@@ -73,34 +74,52 @@ class Checkpoint(TensorFolder):
         tensor of the Linear that was not read. If `transposed`, an unquantized weight is stored [K, N], as in
         transformers' Conv1D; tools store what they quantize of it as of any Linear.
         """
-        reading = Reading(self)
-        if transposed and self.has(f"{module}.weight"):
-            found = Plain().linear(reading, module, transposed=True)
-        else:
-            found = self._format.linear(reading, module)
-        self.expect_no_more(module, reading.read)
+        found, read = self._read(self, module, transposed)
+        self.expect_no_more(module, read)
         return found
 
-    def expert(self, module: str, index: int, *, transposed: bool = False) -> tuple[str, WeightData]:
-        """Return the scheme and the canonical weight of one of the experts that are stacked as `module`.
+    def expert(self, stack: str, index: int, *, transposed: bool = False) -> tuple[str, WeightData]:
+        """Return the scheme and the canonical weight of one of the experts that are stored as one tensor.
 
-        Unquantized they are the tensor `module` itself, [E, N, K], or [E, K, N] if `transposed`, and
-        `module`_bias are their biases [E, N]. Raises as `linear` does.
+        `stack` is the name that their unquantized weights have, [E, N, K], or [E, K, N] if `transposed`, for
+        example "model.layers.0.mlp.experts.gate_up_proj" or, of a module, "...input_linear.weight". Their
+        other tensors have longer names (`folder.Expert`). Nothing of the other experts is read. Raises as
+        `linear` does.
         """
-        reading = Reading(self)
-        if self.has(module):
-            found = Plain().expert(reading, module, index, transposed=transposed)
-        else:
-            found = self._format.expert(reading, module, index)
-        parent = module.rpartition(".")[0]
-        others = (name for name in self._tensors_of[parent] if not name.startswith(module))
-        self.expect_no_more(parent, {*reading.read, *others})
+        one = Expert(self, stack, self._near(stack), index)
+        found, read = self._read(one, one.module, transposed)
+        self._refuse(one.name_in_messages(name) for name in one.names() if name not in read)
         return found
+
+    def expect_experts(self, stack: str, count: int) -> None:
+        """Raise CheckpointError if not `count` experts are stored as `stack`; see `expert`."""
+        one = Expert(self, stack, self._near(stack), count - 1)
+        for name in map(one.name_in_messages, one.names()):
+            if (stored := self.spec(name).shape[0]) != count:
+                raise CheckpointError(
+                    f"{self.path}: {name}: expected {count} experts, got {stored}; {MISMATCH}"
+                )
+
+    def _near(self, stack: str) -> list[str]:
+        """Return the names among which are those of the tensors that are stacked as `stack`."""
+        return [*self._tensors_of[stack.rpartition(".")[0]], *self._tensors_of.get(stack, ())]
+
+    def _read(
+        self, tensors: TensorFolder, module: str, transposed: bool
+    ) -> tuple[tuple[str, WeightData], Collection[str]]:
+        """Return the scheme and the weight of a Linear in `tensors`, and the names of what was read."""
+        reading = Reading(tensors)
+        if transposed and tensors.has(f"{module}.weight"):
+            return Plain().linear(reading, module, transposed=True), reading.read
+        return self._format.linear(reading, module), reading.read
 
     def expect_no_more(self, module: str, read: Collection[str]) -> None:
         """Raise CheckpointError for tensors of `module` not in `read`, which may change its meaning."""
-        left = [name for name in self._tensors_of[module] if name not in read and not is_unread(name)]
-        if left:
+        self._refuse(name for name in self._tensors_of[module] if name not in read)
+
+    def _refuse(self, names: Iterable[str]) -> None:
+        """Raise CheckpointError for those of these tensors that may change what the model computes."""
+        if left := [name for name in names if not is_unread(name)]:
             raise CheckpointError(
                 f"{self.path}: {', '.join(left)}: of no use to quant_method "
                 f"{self.quantization.get('quant_method')!r}; {MISMATCH}"
@@ -124,11 +143,15 @@ class Reading(TensorFolder):
 
     def __init__(self, folder: TensorFolder) -> None:
         self.path, self._shard_of = folder.path, folder._shard_of
+        self._folder = folder
         self.read: set[str] = set()
 
-    def _shard(self, name: str) -> Shard:
+    def shard(self, name: str) -> Shard:
         self.read.add(name)
-        return super()._shard(name)
+        return super().shard(name)
+
+    def name_in_messages(self, name: str) -> str:
+        return self._folder.name_in_messages(name)
 
 
 def open_checkpoint(path: str | Path, *, weights: bool = True) -> Checkpoint:

@@ -1,0 +1,82 @@
+"""MXFP4 as OpenAI publishes gpt-oss, and as compressed-tensors stores it.
+
+gpt-oss has all experts of a layer in one tensor, and everything else in 16 bits:
+
+P_blocks           uint8 [E, N, K/32, 16]    codes, the first of two in the low bits of a byte
+P_scales           uint8 [E, N, K/32]        s of 2^(s - 127)
+P_bias             float [E, N]
+
+`folder.Expert` is one of them, whose tensors are `P.weight_blocks` [N, K/32, 16] and so on.
+compressed-tensors calls it "mxfp4-pack-quantized", for each Linear:
+
+P.weight_packed    uint8 [N, K/2]            likewise
+P.weight_scale     uint8 [N, K/32]
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qrt.errors import CheckpointError
+from qrt.quant import e2m1
+from qrt.quant.checkpoint.folder import TensorFolder
+from qrt.quant.checkpoint.format import CheckpointFormat, bias_of, group_count
+from qrt.quant.checkpoint.plain import Plain
+from qrt.quant.spec import Codes, QuantSpec
+from qrt.quant.weight import WEIGHT_SCHEMES
+from qrt.quant.weight.base import WeightData
+
+SCHEME = "mxfp4"
+EXPERTS = re.compile(r".*[.]experts[.][^.]*")  # the modules that the method means
+
+
+class Mxfp4(CheckpointFormat):
+    """quant_method "mxfp4"."""
+
+    def __init__(self, config: Mapping[str, Any], tensors: TensorFolder) -> None:
+        left = config.get("modules_to_not_convert") or []
+        if not isinstance(left, list) or not all(isinstance(name, str) for name in left):
+            where = f"{tensors.path}: quantization_config.modules_to_not_convert"
+            raise CheckpointError(f"{where}: expected a list of names, got {left!r}")
+        self._left = left
+
+    def linear(self, tensors: TensorFolder, module: str) -> tuple[str, WeightData]:
+        """Decode `module` where it has blocks; unquantized where it has a plain weight."""
+        blocks, scales = f"{module}.weight_blocks", f"{module}.weight_scales"
+        if not tensors.has(blocks):
+            return Plain().linear(tensors, module)
+        codes = tensors.tensor(blocks, f"N G {e2m1.GROUP // 2}", torch.uint8)
+        return SCHEME, _decode(tensors, module, codes.flatten(1), scales)
+
+    def grid(self, module: str) -> tuple[str, QuantSpec | None]:
+        """See CheckpointFormat."""
+        left = any(re.match(pattern, module) or module.endswith(pattern) for pattern in self._left)
+        if left or not EXPERTS.fullmatch(module):
+            return "fp16", None
+        return SCHEME, WEIGHT_SCHEMES[SCHEME].spec
+
+
+def packed_linear(tensors: TensorFolder, module: str) -> WeightData:
+    """Decode a Linear of compressed-tensors."""
+    codes = tensors.tensor(f"{module}.weight_packed", "N B", torch.uint8)
+    return _decode(tensors, module, codes, f"{module}.weight_scale")
+
+
+def _decode(tensors: TensorFolder, module: str, packed: Tensor, scales: str) -> WeightData:
+    """Return the weight of two codes a byte, [N, K/2], and exponents under the name `scales`."""
+    n, k = packed.shape[0], 2 * packed.shape[1]
+    groups = group_count(tensors, module, e2m1.GROUP, k)
+    exponents = tensors.tensor(scales, "N G", torch.uint8, N=n, G=groups)
+    if (exponents == e2m1.NAN).any():
+        raise CheckpointError(
+            f"{tensors.path}: {tensors.name_in_messages(scales)}: expected powers of two, 0 to 254, "
+            f"got {e2m1.NAN}, which is not a number; download the checkpoint again"
+        )
+    codes = torch.stack((packed & 15, packed >> 4), -1).flatten(1)
+    bias = bias_of(tensors, module, n)
+    return WeightData(codes, e2m1.scales(exponents), bias=bias, bits=4, codes=Codes.E2M1)
