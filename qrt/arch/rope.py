@@ -101,7 +101,7 @@ def rope_of(
     match kind:
         # dynamic differs beyond max_position alone, which qrt does not serve; mrope is for images
         case "default" | "dynamic" | "mrope":
-            return plain, max_position
+            return _slower(entry, plain) if kind == "dynamic" else plain, max_position
         case "linear":
             factor = number(entry, "factor")
             return replace(plain, kind=kind, factor=factor), _stretched(max_position, factor)
@@ -124,6 +124,13 @@ def rope_of(
         f"config.json: RoPE type: expected 'default', 'linear', 'llama3', 'yarn', 'longrope' or 'dynamic', "
         f"got {kind!r}"
     )
+
+
+def _slower(entry: Mapping[str, Any], plain: RopeConfig) -> RopeConfig:
+    """Return dynamic RoPE as HunYuan has it: with an `alpha` its theta is larger at every length."""
+    if (alpha := number(entry, "alpha", 1.0)) > MAX_SIZE:
+        raise CheckpointError(f"config.json: RoPE's alpha: expected at most {MAX_SIZE:,}, got {alpha}")
+    return replace(plain, theta=plain.theta * alpha ** (plain.turning / max(plain.turning - 2, 1)))
 
 
 def _yarn(entry: Mapping[str, Any], plain: RopeConfig, max_position: int) -> RopeConfig:

@@ -12,6 +12,7 @@ import transformers.models.auto.modeling_auto
 from qrt.arch import ARCHS, Arch
 from qrt.arch.read import architecture, read_arch
 from qrt.errors import CheckpointError, UnsupportedError
+from qrt.layers.rope import frequencies
 
 SIZES = {
     "vocab_size": 1000,
@@ -158,6 +159,18 @@ def test_biases_and_norms_are_those_of_the_transformers_model(case):
     assert hasattr(attention, "q_norm") == hasattr(attention, "k_norm") == (ours.qk_norm == "head")
 
 
+def test_alpha_of_dynamic_rope_makes_theta_larger_at_every_length():
+    """HunYuan's; against its class in transformers, which computes the frequencies when it is made."""
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 1000.0, "factor": 1.0}
+    config = {**SIZES, "head_dim": 32, "rope_parameters": rope}
+    model = transformers.models.hunyuan_v1_dense.modeling_hunyuan_v1_dense
+    truth = model.HunYuanDenseV1RotaryEmbedding(settled("HunYuanDenseV1", json.loads(json.dumps(config))))
+    for entry in ("rope_parameters", "rope_scaling"):
+        own = {key: value for key, value in config.items() if key != "rope_parameters"} | {entry: rope}
+        got = frequencies(read("HunYuanDenseV1", own).ropes["all"])
+        torch.testing.assert_close(got.float(), truth.inv_freq, rtol=1e-5, atol=0)
+
+
 def test_eos_and_dtype():
     assert read("Llama", SIZES).eos_token_ids == ()
     assert read("Llama", {**SIZES, "eos_token_id": 2}).eos_token_ids == (2,)
@@ -197,6 +210,11 @@ BAD = {
     "theta as text": ({"rope_theta": "big"}, CheckpointError, "rope_theta: expected .*, got 'big'"),
     "eps of zero": ({"rms_norm_eps": 0}, CheckpointError, "rms_norm_eps: expected .*, got 0"),
     "activation": ({"hidden_act": "tanh"}, UnsupportedError, "hidden_act: expected .*, got 'tanh'"),
+    "alpha": (
+        {"rope_scaling": {"type": "dynamic", "alpha": 1e300}},
+        CheckpointError,
+        "alpha: expected at most 16,777,216",
+    ),
     "another rope": (
         {"rope_scaling": {"type": "ntk", "factor": 4.0}},
         UnsupportedError,
