@@ -29,11 +29,15 @@ MEANINGFUL: Mapping[str, tuple[Any, ...]] = {
     "layer_norm_epsilon": (),
     "logit_scale": (1,),
     "logits_scaling": (1,),
+    "moe_layer_freq": (1,),
+    "n_group": (0, 1),
     "n_routed_experts": (0,),
+    "n_shared_experts": (0,),
     "no_rope_layer_interval": (),
     "no_rope_layers": (),
     "norm_eps": (),
     "norm_epsilon": (),
+    "norm_topk_prob": (),
     "num_experts": (0, 1),
     "num_local_experts": (0, 1),
     "parallel_attn": (False,),
@@ -43,9 +47,13 @@ MEANINGFUL: Mapping[str, tuple[Any, ...]] = {
     "rope_local_base_freq": (),
     "rotary_dim": (),
     "rotary_pct": (1,),
+    "routed_scaling_factor": (0, 1),
     "scale_depth": (),
     "scale_emb": (1,),
+    "scoring_func": (),
+    "shared_intermediate_size": (0,),
     "swiglu_limit": (),
+    "topk_method": (),
     "use_parallel_residual": (False,),
     "use_qk_norm": (False,),
 }
@@ -149,11 +157,12 @@ def optional(config: Mapping[str, Any], key: str) -> float | None:
     return None if config.get(key) is None else number(config, key)
 
 
-def expect(config: Mapping[str, Any], key: str, value: Any) -> None:
-    """Raise UnsupportedError unless an entry has the one `value` that qrt runs, or is left out."""
-    if (came := config.get(key, value)) != value:
+def expect(config: Mapping[str, Any], key: str, *values: Any) -> None:
+    """Raise UnsupportedError unless an entry has one of the `values` that qrt runs, or is left out."""
+    if (came := config.get(key, values[0])) not in values:
+        expected = " or ".join(map(repr, values))
         raise UnsupportedError(
-            f"config.json: {_name(config, key)}: expected {value!r}, got {came!r}; qrt runs no other"
+            f"config.json: {_name(config, key)}: expected {expected}, got {came!r}; qrt runs no other"
         )
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from qrt.errors import CheckpointError
+
 SCORES = ("softmax", "sigmoid", "top", "sparsemixer")
 
 
@@ -58,7 +60,8 @@ class Experts:
     stacked      how a checkpoint stores them otherwise, or None
     bias         their products have biases
     gate         the router's Linear; gate_bias: it has a bias
-    correction   a tensor [E] that is added to the scores by which experts are chosen, or None
+    correction   a tensor that is added to the scores by which experts are chosen, or None; its shape is
+                 `correction_shape`
     shared       an mlp of `shared_width` that all tokens go through, with the same `parts`, or None
     shared_gate  a Linear of one output, whose sigmoid multiplies the shared mlp's result, or None
     """
@@ -73,9 +76,32 @@ class Experts:
     gate: str = "mlp.gate"
     gate_bias: bool = False
     correction: str | None = None
+    correction_rank: int = 1
     shared: str | None = None
     shared_width: int = 0
     shared_gate: str | None = None
+
+    def __post_init__(self) -> None:
+        own = self.router
+        if own.top_k > self.count:
+            raise CheckpointError(
+                f"config.json: expected at most {self.count} experts of a token, as many as there are, got "
+                f"{own.top_k}; correct the two"
+            )
+        if (
+            self.count % own.groups
+            or not own.kept <= own.groups
+            or self.count // own.groups * own.kept < own.top_k
+        ):
+            raise CheckpointError(
+                f"config.json: expected {self.count} experts in groups of equal size, of which {own.kept} "
+                f"hold the {own.top_k} of a token, got {own.groups} groups; correct n_group and topk_group"
+            )
+
+    @property
+    def correction_shape(self) -> tuple[int, ...]:
+        """The shape of the stored correction: all dimensions but the last are 1."""
+        return (1,) * (self.correction_rank - 1) + (self.count,)
 
     @property
     def routers(self) -> tuple[str, ...]:

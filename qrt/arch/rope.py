@@ -22,6 +22,7 @@ class RopeConfig:
     factors   (longrope) what each pair's frequency is divided by
     short_factors   (longrope) the same in requests that fit `original_max_position`; empty: no other ones
     length    what cos and sin of the turning channels are multiplied by
+    short_length    (longrope) the same in requests that turn by `short_factors`
     """
 
     theta: float
@@ -36,12 +37,13 @@ class RopeConfig:
     factors: tuple[float, ...] = ()
     short_factors: tuple[float, ...] = ()
     length: float = 1.0
+    short_length: float = 1.0
 
     def of_length(self, tokens: int) -> RopeConfig:
         """Return how a request of so many tokens turns."""
         if not self.short_factors or tokens > self.original_max_position:
             return self
-        return replace(self, factors=self.short_factors, short_factors=())
+        return replace(self, factors=self.short_factors, short_factors=(), length=self.short_length)
 
 
 def first_turn(length: int, short_context: int) -> int:
@@ -161,13 +163,16 @@ def _longrope(entry: Mapping[str, Any], plain: RopeConfig, max_position: int) ->
     short = _factors(entry, "short_factor", plain)
     longer = _factors(entry, "long_factor", plain) if max_position > original else ()
     length = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    length = number(entry, "attention_factor", length)
+    short_length = number(entry, "short_mscale", length)  # PhiMoE's
     return replace(
         plain,
         kind="longrope",
         factors=longer or short,
         short_factors=short if longer else (),
         original_max_position=original,
-        length=number(entry, "attention_factor", length),
+        length=number(entry, "long_mscale", length) if longer else short_length,
+        short_length=short_length,
     )
 
 

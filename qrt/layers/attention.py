@@ -32,7 +32,7 @@ class Heads:
     scores           how they weigh the tokens that they attend
     q_norm, k_norm   over the heads of q and k before RoPE, or None
     turned_first     the RoPE of the layer where those norms stand behind it; then none follows
-    clip             q, k and v are clamped to at most this magnitude first, or None
+    clip             q, k and v are clamped to at most this magnitude behind the norms, or None
     q_scale          fp32 [P]: what q of each position is multiplied by, or None
     """
 
@@ -70,14 +70,14 @@ class Attention:
     def heads(self, qkv: Tensor, step: StepMeta) -> tuple[Tensor, Tensor, Tensor]:
         """Return q [T, Hq, D], k and v [T, Hkv, D] of the step's tokens, as they enter the cache."""
         own = self.spec
-        if own.clip is not None:
-            qkv = qkv.clamp(-own.clip, own.clip)
         q, k, v = qkv.unflatten(-1, (-1, self.head_dim)).split(self.qkv_heads, dim=1)
         if own.turned_first is not None:
             rows = step.positions if step.turns is None else step.turns
             q, k = turn(q, own.turned_first, rows), turn(k, own.turned_first, rows)
         if own.q_norm is not None and own.k_norm is not None:
             q, k = own.q_norm(q), own.k_norm(k)
+        if own.clip is not None:
+            q, k, v = (part.clamp(-own.clip, own.clip) for part in (q, k, v))
         if own.q_scale is not None:
             q = (q * own.q_scale[step.positions.long(), None, None]).to(q.dtype)
         return q, k, v

@@ -255,7 +255,8 @@ class _Layer:
     def _chooser(self, experts: Experts) -> Chooser:
         weights, gate, correction = self.weights, f"{self.prefix}.{experts.gate}", None
         if experts.correction is not None:
-            correction = weights.tensor(f"{self.prefix}.{experts.correction}", (experts.count,)).float()
+            name = f"{self.prefix}.{experts.correction}"
+            correction = weights.tensor(name, experts.correction_shape).float().flatten()
         bias = (
             weights.tensor(f"{gate}.bias", (experts.count,)).to(weights.dtype) if experts.gate_bias else None
         )

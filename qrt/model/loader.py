@@ -18,7 +18,7 @@ from qrt.layers.experts import ExpertLinear
 from qrt.layers.linear import Linear
 from qrt.model.build import XIELU_PARTS, build
 from qrt.model.decoder import Decoder
-from qrt.model.names import check_names, place_names
+from qrt.model.names import CORRECTION, check_names, place_names
 from qrt.model.random import RandomWeights
 from qrt.model.stacks import Stack
 from qrt.quant.checkpoint import Checkpoint, open_checkpoint
@@ -149,7 +149,7 @@ class CheckpointWeights:
         if tuple(tensor.shape) != shape:
             raise self._mismatch(name, tensor.shape, shape)
         module = name.rpartition(".")[0]
-        beside = ("weight", "bias", *XIELU_PARTS)  # a bias that nothing reads is zero: check_names
+        beside = ("weight", "bias", CORRECTION, *XIELU_PARTS)  # one that nothing reads is zero: check_names
         self.checkpoint.expect_no_more(module, [name, *(f"{module}.{part}" for part in beside)])
         return tensor.to(self.device)
 

@@ -21,6 +21,8 @@ MOVED = (
     ("model.", "model.language_model."),
 )
 
+CORRECTION = "e_score_correction_bias"  # what families call the tensor that corrects scores of experts
+
 
 def place_names(arch: Arch, stored: Collection[str]) -> Arch:
     """Return `arch` with the names under which the checkpoint holds it.
@@ -63,7 +65,8 @@ def check_names(arch: Arch, checkpoint: Checkpoint) -> None:
     unused += [n for n in names if not n.startswith(stacks_in.get(n.rpartition(".")[0], ""))]
     if arch.norm.kind == "layer":  # whose norms may have biases
         biases |= {f"{module}.bias" for module in _norms(arch)}
-    extra = [n for n in names if n.endswith(".bias") and n not in biases and n not in unused]
+    added = (".bias", f".{CORRECTION}")
+    extra = [n for n in names if n.endswith(added) and n not in biases and n not in unused]
     unused += [n for n in extra if checkpoint.tensor(n).any()]  # GPTQ tools store zeros where no bias is
     if unused:
         raise CheckpointError(
@@ -148,11 +151,13 @@ def _head_norms(arch: Arch) -> Iterator[str]:
 
 
 def _biases(arch: Arch) -> Iterator[str]:
-    """Names of every bias that a Linear has."""
+    """Names of every bias that a Linear has, and of every correction of experts' scores."""
     for index in range(arch.num_layers):
         for stack in stacks(arch, index).values():
             yield from (f"{module}.bias" for module in stack.modules if stack.bias)
         experts = arch.at(index).experts
+        if experts is not None and experts.correction is not None:
+            yield f"{arch.names.layers}.{index}.{experts.correction}"
         if experts is not None and experts.gate_bias:
             yield f"{arch.names.layers}.{index}.{experts.gate}.bias"
         if experts is not None and experts.bias:

@@ -33,7 +33,9 @@ POSITIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
 LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0 + i / 64 for i in range(16)]}
 LONG |= {"long_factor": [1.0 + i / 4 for i in range(16)]}
-EXPERTS = {"num_experts": 8, "num_local_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
+EXPERTS = {"num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8, "num_experts_per_tok": 2}
+EXPERTS |= {"moe_intermediate_size": 96}
+GROUPS = {"first_k_dense_replace": 1, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
 GRANITE = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.03}
 
 
@@ -78,6 +80,14 @@ MODELS: dict[str, Model] = {
     "qwen2_moe": Model("qwen2_moe", EXPERTS | {
         "shared_expert_intermediate_size": 160, "decoder_sparse_step": 2, "norm_topk_prob": True}),
     "qwen3_moe": Model("qwen3_moe", EXPERTS | {"mlp_only_layers": [1]}),
+    "olmoe": Model("olmoe", EXPERTS | ALL_HEADS | {"clip_qkv": 1.0}),
+    "phimoe": Model("phimoe", EXPERTS | {
+        "attention_bias": True, "lm_head_bias": True, "rope_parameters": LONG | {
+            "short_mscale": 1.1, "long_mscale": 1.2, "original_max_position_embeddings": 256}}),
+    "glm4_moe": Model("glm4_moe", EXPERTS | GROUPS | {"use_qk_norm": True, "attention_bias": True}),
+    "dots1": Model("dots1", EXPERTS | GROUPS | ALL_HEADS | {
+        "n_shared_experts": 2, "norm_topk_prob": True, "sliding_window": WINDOW, "max_window_layers": 2}),
+    "minimax_m2": Model("minimax_m2", EXPERTS | {"rotary_dim": 16, "partial_rotary_factor": 0.5}),
     "gemma": Model("gemma", {"num_key_value_heads": 1}),
     "gemma2": Model("gemma2", {
         "sliding_window": WINDOW, "query_pre_attn_scalar": 20, "layer_types": [SLIDES, FULL] * 2}),

@@ -21,6 +21,15 @@ from qrt_calibrate.job.calibrated import uncalibrated
 from qrt_eval.results.console import show
 
 SMALL = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "max_position": 64}
+NEEDED = {  # entries without which a family has no defaults
+    "Dots1ForCausalLM": {
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "first_k_dense_replace": 1,
+    },
+    "Glm4MoeForCausalLM": {"head_dim": 128},
+}
 
 
 class Row(NamedTuple):
@@ -63,7 +72,7 @@ def markdown() -> Iterator[str]:
 
 
 def rows() -> list[Row]:
-    """Return a row for each architecture of the registry, from its config's defaults."""
+    """Return a row for each architecture of the registry, from its config's defaults, by its last layer."""
     log = logging.getLogger("qrt.model.fused")
     level = log.level
     log.setLevel(logging.ERROR)  # each plain layer would be said there, too
@@ -74,14 +83,17 @@ def rows() -> list[Row]:
 
 
 def _row(name: str) -> Row:
-    arch = read_arch({"architectures": [name]}, name)
+    arch = read_arch({"architectures": [name], **NEEDED.get(name, {})}, name)
     calibrated = uncalibrated(arch) is None
     part = unfused_part(_small(arch))
     return Row(name, "fused" if part is None else part.removeprefix("layer 0: "), calibrated)
 
 
 def _small(arch: Arch) -> Decoder:
-    """Return a decoder of one layer with small random weights."""
+    """Return a decoder of one layer, the last, with small random weights."""
     sizes: dict[str, Any] = {**SMALL, "num_heads": 2, "num_kv_heads": 2, "alibi": arch.alibi[:2]}
+    sizes["layers"] = arch.layers[-1:]
+    if (own := arch.experts) is not None:
+        sizes["experts"] = replace(own, count=own.router.top_k, width=64, shared_width=64)
     weights = RandomWeights(lambda module: ("fp16", None), torch.device("cpu"), torch.float32)
-    return build(replace(arch.of_layers(1), **sizes), weights, progress=None)
+    return build(replace(arch, **sizes), weights, progress=None)

@@ -1,12 +1,13 @@
-"""Ai2's OLMo: 1 with norms without weights, 2 and 3 with norms behind the blocks only."""
+"""Ai2's OLMo: 1 with norms without weights, 2 and 3 with norms behind the blocks only; OLMoE with experts."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from qrt.arch.base import Arch, Names, Norm
-from qrt.arch.entries import Entries, number, optional, positive
-from qrt.arch.families.llama import DEFAULTS, each, llama, windows
+from qrt.arch.entries import MAX_LAYERS, Entries, number, optional, positive, typed
+from qrt.arch.experts import Experts, Router
+from qrt.arch.families.llama import DEFAULTS, each, llama, sparse, windows
 from qrt.arch.rope import parameters, rope_of
 
 BEHIND = Names(
@@ -19,6 +20,16 @@ def olmo(c: Entries) -> Arch:
     """OLMo 1."""
     c = c.filled(vocab_size=50304)
     return llama(c, norm=Norm(1e-5, "unit"), clip=optional(c, "clip_qkv"), mlp_bias=False)
+
+
+def olmoe(c: Entries) -> Arch:
+    """OLMoE: a norm over all heads of q and k, and experts in every layer."""
+    c = c.filled(vocab_size=50304, hidden_size=2048, intermediate_size=2048, num_hidden_layers=16)
+    c = c.filled(num_attention_heads=16, max_position_embeddings=4096, rms_norm_eps=1e-5, num_experts=64)
+    c = c.filled(num_experts_per_tok=8, norm_topk_prob=False)
+    arch = llama(c, qk_norm="whole", clip=optional(c, "clip_qkv"), mlp_bias=False)
+    router = Router(positive(c, "num_experts_per_tok"), renormalize=typed(c, "norm_topk_prob", bool))
+    return sparse(arch, Experts(positive(c, "num_experts", most=MAX_LAYERS), arch.intermediate_size, router))
 
 
 def olmo2(c: Entries, **changes: Any) -> Arch:

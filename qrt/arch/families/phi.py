@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from qrt.arch.base import Arch, Names, Norm
-from qrt.arch.entries import Entries, expect, number
-from qrt.arch.families.llama import llama, windows
+from qrt.arch.entries import MAX_LAYERS, Entries, expect, number, positive, typed
+from qrt.arch.experts import Experts, Router
+from qrt.arch.families.llama import llama, sparse, windows
+from qrt.arch.families.mistral import MIXTRAL
 
 
 def phi(c: Entries) -> Arch:
@@ -30,3 +32,18 @@ def phi3(c: Entries) -> Arch:
     return llama(
         c, layers=layers, qkv="stacked", gate_up="stacked", qkv_bias=False, o_bias=False, mlp_bias=False
     )
+
+
+def phimoe(c: Entries) -> Arch:
+    """Phi 3.5 MoE: Mixtral's experts, two of a token, chosen one after the other; LayerNorm."""
+    c = c.filled(vocab_size=32064, intermediate_size=6400, num_key_value_heads=8, rms_norm_eps=1e-5)
+    c = c.filled(max_position_embeddings=131072, rope_theta=1e6, sliding_window=None, lm_head_bias=False)
+    c = c.filled(num_local_experts=16, router_jitter_noise=0.01)
+    expect(c, "num_experts_per_tok", 2)
+    arch = llama(
+        c, layers=windows(c, lambda i: True, listed=False), norm=Norm(number(c, "rms_norm_eps"), "layer"),
+        mlp_bias=False, head_bias=typed(c, "lm_head_bias", bool),
+    )  # fmt: skip
+    router = Router(2, "sparsemixer", jitter=number(c, "router_jitter_noise"))
+    count = positive(c, "num_local_experts", most=MAX_LAYERS)
+    return sparse(arch, Experts(count, arch.intermediate_size, router, **MIXTRAL))

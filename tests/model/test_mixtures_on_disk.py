@@ -1,0 +1,59 @@
+"""What checkpoints of mixtures hold beside experts: corrections of scores, layers that qrt does not run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from hand_steps import Requests
+from qrt.errors import CheckpointError
+from truth import ours, prompt
+from zoo import make
+
+CORRECTION = "model.layers.1.mlp.gate.e_score_correction_bias"
+
+
+def change(folder, tensors):
+    """Store `tensors` in a checkpoint; None takes one away."""
+    stored = load_file(folder / "model.safetensors") | tensors
+    kept = {name: tensor for name, tensor in stored.items() if tensor is not None}
+    save_file(kept, folder / "model.safetensors", {"format": "pt"})
+
+
+def test_a_missing_correction_is_named(tmp_path):
+    make("glm4_moe", tmp_path)
+    change(tmp_path, {CORRECTION: None})
+    with pytest.raises(CheckpointError, match=f"1 missing that config.json asks for: {CORRECTION}"):
+        ours(tmp_path)
+
+
+def test_a_correction_that_the_family_does_not_read_is_refused_unless_it_is_zero(tmp_path):
+    make("qwen3_moe", tmp_path)
+    before = Requests(ours(tmp_path)).run([(0, prompt(20))])[0]
+    name = CORRECTION.replace("layers.1", "layers.2")
+    change(tmp_path, {name: torch.zeros(8)})
+    assert torch.equal(Requests(ours(tmp_path)).run([(0, prompt(20))])[0], before)
+    change(tmp_path, {name: torch.ones(8)})
+    with pytest.raises(CheckpointError, match=f"1 tensors that Qwen3MoeForCausalLM .* does not use: {name}"):
+        ours(tmp_path)
+
+
+def test_a_correction_of_another_shape_is_named(tmp_path):
+    make("glm4_moe", tmp_path)
+    change(tmp_path, {CORRECTION: torch.zeros(7)})
+    with pytest.raises(CheckpointError, match=rf"{CORRECTION}: expected shape \[8\].* got \[7\]"):
+        ours(tmp_path)
+
+
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path):
+    make("glm4_moe", tmp_path)
+    before = Requests(ours(tmp_path)).run([(0, prompt(20))])[0]
+    extra = "model.layers.4."
+    change(
+        tmp_path, {f"{extra}eh_proj.weight": torch.ones(128, 256), f"{extra}enorm.weight": torch.ones(128)}
+    )
+    assert torch.equal(Requests(ours(tmp_path)).run([(0, prompt(20))])[0], before)
+    change(tmp_path, {"model.layers.5.enorm.weight": torch.ones(128)})
+    with pytest.raises(CheckpointError, match="does not use: model.layers.5.enorm.weight"):
+        ours(tmp_path)
