@@ -7,11 +7,14 @@ from dataclasses import replace
 
 from qrt.arch.base import Arch, Names, Norm
 from qrt.arch.entries import Entries, number, positive, typed
+from qrt.arch.families.alibi import slopes
 from qrt.arch.families.llama import each, full, llama, neighbours, windows
 from qrt.arch.families.olmo import BEHIND
 from qrt.errors import CheckpointError
 
 UNBIASED = {"qkv_bias": False, "o_bias": False, "mlp_bias": False}
+SECOND_VOCABULARY = 125696  # of Baichuan 2, which normalizes the rows of its head
+SMALL = 4096  # hidden size of Baichuan 7B
 
 
 def granite(c: Entries) -> Arch:
@@ -143,3 +146,39 @@ def stablelm(c: Entries) -> Arch:
         qk_norm="modules" if typed(c, "qk_layernorm", bool) else None,
         qkv_bias=typed(c, "use_qkv_bias", bool), mlp_bias=False,
     )  # fmt: skip
+
+
+def baichuan(c: Entries) -> Arch:
+    """Baichuan 1 7B: q, k and v in one weight."""
+    c = c.filled(vocab_size=64000, max_position_embeddings=4096)
+    return llama(c, names=Names(qkv="self_attn.W_pack"), qkv="stacked", **UNBIASED)
+
+
+def baichuan2(c: Entries) -> Arch:
+    """Baichuan 2 7B, and 13B of both versions, which has `model_max_length`, is wider, and has ALiBi."""
+    if "model_max_length" not in c or positive(c, "hidden_size") == SMALL:
+        return replace(baichuan(c), unit_head=True)
+    arch = baichuan(c.filled(max_position_embeddings=positive(c, "model_max_length")))
+    arch = replace(arch, alibi=slopes(arch.num_heads), unit_head=arch.vocab_size == SECOND_VOCABULARY)
+    return each(arch, lambda i, layer: {"rope": None})
+
+
+def internlm2(c: Entries) -> Arch:
+    """InternLM 2 and 2.5: q, k and v are stacked for each KV head."""
+    c = c.filled(vocab_size=103168, bias=True)
+    names = Names(
+        embed="model.tok_embeddings", head="output", qkv="attention.wqkv", o="attention.wo",
+        gate="feed_forward.w1",
+        up="feed_forward.w3", down="feed_forward.w2", attention_in="attention_norm", mlp_in="ffn_norm",
+    )  # fmt: skip
+    bias = typed(c, "bias", bool)
+    return llama(c, names=names, qkv="grouped", qkv_bias=bias, o_bias=bias, mlp_bias=False)
+
+
+def internlm3(c: Entries) -> Arch:
+    """InternLM 3."""
+    c = c.filled(
+        vocab_size=128512, max_position_embeddings=32768, rms_norm_eps=1e-5, bias=False, qkv_bias=False
+    )
+    bias = typed(c, "bias", bool)
+    return llama(c, qkv_bias=typed(c, "qkv_bias", bool), o_bias=bias, mlp_bias=bias)
