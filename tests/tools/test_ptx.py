@@ -61,6 +61,7 @@ def run(body, out, threads=32, programs=1, source=None, written=(), **options):
     ("shf.l.wrap.b32 %r9, %r3, %r4, 8", 0x11223344, 0x55667788, 0, 0x66778811),
     ("shr.s32 %r9, %r3, 40", 0x80000000, 0, 0, 0xFFFFFFFF),
     ("shl.b32 %r9, %r3, 32", 1, 0, 0, 0),
+    ("popc.b32 %r9, %r3", 0x80F00001, 0, 0, 6),
     ("mul.hi.u32 %r9, %r3, %r4", 0x80000000, 6, 0, 3),
     ("rem.s32 %r9, %r3, %r4", -7, 3, 0, -1),
     ("min.s32 %r9, %r3, %r4", -1, 1, 0, -1),

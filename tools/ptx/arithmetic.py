@@ -236,6 +236,7 @@ OPERATIONS: dict[str, Callable[[list[str]], Arithmetic]] = {
     "lg2": _of_numbers(np.log2, 1), "sqrt": _of_numbers(np.sqrt, 1), "rcp": _of_numbers(np.reciprocal, 1),
     "rsqrt": _of_numbers(lambda a: 1 / np.sqrt(a), 1), "shl": _shift, "shr": _shift, "bfe": _extract,
     "bfi": _insert, "shf": _funnel, "and": _of_bits(np.bitwise_and, 2), "or": _of_bits(np.bitwise_or, 2),
-    "xor": _of_bits(np.bitwise_xor, 2), "not": _of_bits(np.invert, 1), "lop3": _three_inputs,
+    "xor": _of_bits(np.bitwise_xor, 2), "not": _of_bits(np.invert, 1),
+    "popc": _of_bits(lambda a: np.bitwise_count(a).astype(np.uint32), 1), "lop3": _three_inputs,
     "prmt": _permute, "setp": _compare, "selp": _select, "cvt": _convert,
 }  # fmt: skip

@@ -1,0 +1,119 @@
+"""Put the assignments of tokens to experts in order by expert, each expert's padded to whole blocks.
+
+Few assignments take one kernel, whose programs count all of them; many take two. Nothing is added atomically,
+so that the order is the same in every run: by expert, then by assignment. How many places there are depends
+on sizes alone: a recorded graph serves any choice.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qrt.kernels.device import after_previous
+from qrt.kernels.gpu import overlaps
+from qrt.kernels.launch import variant
+from qrt.kernels.linear.shared.places import Places
+from qrt.kernels.sizes import cdiv, next_power_of_2
+
+CHUNK = 512  # assignments of a program, if there are many
+FEW_CHUNK = 64  # if there are few
+FEW = 1 << 16  # most assignments times experts that every program counts
+_STEP = tl.constexpr(32)  # assignments, or chunks, that are compared at a time
+
+
+@triton.jit
+def _counts(CHOSEN, first, end, e, EP: tl.constexpr):
+    """Count the assignments first ... end - 1 of each expert e [EP]."""
+    counts = tl.zeros([EP], tl.int32)
+    for start in range(first, end, _STEP):
+        a = start + tl.arange(0, _STEP)
+        expert = tl.load(CHOSEN + a, mask=a < end, other=-1)
+        counts += tl.sum((expert[:, None] == e[None, :]).to(tl.int32), 0)
+    return counts
+
+
+@triton.jit(do_not_specialize=["count"])
+def _count(
+    CHOSEN, COUNTS, count, E: tl.constexpr, EP: tl.constexpr, CHUNK: tl.constexpr, launch_pdl: tl.constexpr
+):
+    """Count each expert's assignments in each chunk: COUNTS [chunks, E]; grid (chunks,)."""
+    after_previous(launch_pdl)
+    e = tl.arange(0, EP)
+    first = tl.program_id(0) * CHUNK
+    counts = _counts(CHOSEN, first, tl.minimum(first + CHUNK, count), e, EP)
+    tl.store(COUNTS + tl.program_id(0) * E + e, counts, mask=e < E)
+
+
+@triton.jit(do_not_specialize=["count", "blocks", "each"])
+def _place(
+    CHOSEN, COUNTS, ORDER, EXPERTS, count, blocks, each, E: tl.constexpr, EP: tl.constexpr,
+    CHUNK: tl.constexpr, BM: tl.constexpr, EACH: tl.constexpr, launch_pdl: tl.constexpr,
+):  # fmt: skip
+    """Place a chunk of assignments, and describe `each` (at most EACH) of the blocks; grid (chunks,)."""
+    after_previous(launch_pdl)
+    chunk = tl.program_id(0)
+    first = chunk * CHUNK
+    e = tl.arange(0, EP)
+    if COUNTS is None:
+        before = _counts(CHOSEN, 0, first, e, EP)
+        total = before + _counts(CHOSEN, first, count, e, EP)
+    else:
+        before = tl.zeros([EP], tl.int32)
+        total = tl.zeros([EP], tl.int32)
+        for start in range(0, tl.num_programs(0), _STEP):
+            c = start + tl.arange(0, _STEP)
+            inside = (c < tl.num_programs(0))[:, None] & (e < E)[None, :]
+            counts = tl.load(COUNTS + c[:, None] * E + e[None, :], mask=inside, other=0)
+            total += tl.sum(counts, 0)
+            before += tl.sum(tl.where((c < chunk)[:, None], counts, 0), 0)
+    taken = (total + BM - 1) // BM
+    end = tl.cumsum(taken, 0)
+    begin = end - taken
+
+    a = first + tl.arange(0, CHUNK)
+    expert = tl.load(CHOSEN + a, mask=a < count, other=0)
+    rank = tl.zeros([CHUNK], tl.int32)
+    for start in range(0, CHUNK, _STEP):
+        others = first + start + tl.arange(0, _STEP)
+        theirs = tl.load(CHOSEN + others, mask=others < count, other=-1)
+        same = (theirs[None, :] == expert[:, None]) & (others[None, :] < a[:, None])
+        rank += tl.sum(same.to(tl.int32), 1)
+    place = tl.gather(begin * BM + before, expert, 0) + rank
+    tl.store(ORDER + place, a, mask=a < count)
+
+    b = chunk * each + tl.arange(0, EACH)
+    real = (tl.arange(0, EACH) < each) & (b < blocks)
+    owner = tl.sum((end[None, :] <= b[:, None]).to(tl.int32), 1)
+    tl.store(EXPERTS + b, tl.where(owner < E, owner, -1), mask=real)
+    mine = e[None, :] == owner[:, None]
+    live = tl.sum(tl.where(mine, (total + begin * BM)[None, :] - b[:, None] * BM, 0), 1)
+    row = tl.arange(0, BM)
+    padding = real[:, None] & (row[None, :] >= live[:, None])
+    tl.store(ORDER + b[:, None] * BM + row[None, :], tl.zeros([EACH, BM], tl.int32) + count, mask=padding)
+
+
+def most_blocks(count: int, experts: int, block: int) -> int:
+    """Return the most blocks of places that `count` assignments to `experts` experts take."""
+    return min(count, (count + min(experts, count) * (block - 1)) // block)
+
+
+def order(chosen: Tensor, experts: int, block: int) -> Places:
+    """Return the places of the assignments chosen int32 [T, k], by expert, in blocks of `block` places."""
+    count, device = chosen.numel(), chosen.device
+    blocks = most_blocks(count, experts, block)
+    places = torch.empty(blocks * block, dtype=torch.int32, device=device)
+    owners = torch.empty(blocks, dtype=torch.int32, device=device)
+    width, few = max(16, next_power_of_2(experts)), count * experts <= FEW
+    chunk = FEW_CHUNK if few else CHUNK
+    chunks = cdiv(count, chunk)
+    each, counts = cdiv(blocks, chunks), None
+    shape = {"E": experts, "EP": width, "CHUNK": chunk, "launch_pdl": overlaps(device)}
+    if not few:
+        counts = torch.empty(chunks, experts, dtype=torch.int32, device=device)
+        variant(_count, **shape, num_warps=4).launch((chunks,), chosen, counts, count)
+    kernel = variant(_place, **shape, BM=block, EACH=next_power_of_2(each), num_warps=4 if few else 8)
+    kernel.launch((chunks,), chosen, counts, places, owners, count, blocks, each)
+    return Places(places, owners, block, count)
