@@ -1,23 +1,147 @@
-"""The operators of `qrt.kernels.experts` on the GPU."""
+"""The operators of `qrt.kernels.experts` on the GPU: order the assignments, multiply twice, add.
+
+What a layer takes at least: the bytes of the experts that are chosen (Qwen3-30B-A3B in w4a16: 2.4 MB each;
+one token chooses 8, 19 MB or 6 us at 3 TB/s; 64 tokens nearly all 128), or for many tokens the operations
+(6 I H of each assignment: 8,192 tokens, 618 GFLOP). x, the order and the sums are small beside them.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from functools import cache
 
+import torch
 from torch import Tensor
+
+from qrt.checks import expect
+from qrt.kernels.act_mul.kernel import act_mul
+from qrt.kernels.experts import ref
+from qrt.kernels.experts.choose import Sizes, plan
+from qrt.kernels.experts.order_kernel import order
+from qrt.kernels.experts.tokens_kernel import add, arrange
+from qrt.kernels.linear.int8.plans import BlockPlan
+from qrt.kernels.linear.int8.quantize_kernel import quantize_tokens
+from qrt.kernels.linear.shared.places import Grouped, Places
+from qrt.kernels.linear.shared.rows_kernel import grouped_rows
+from qrt.kernels.linear.tiles.device import constants_of
+from qrt.kernels.linear.tiles.fused_kernel import fused_gemm
+from qrt.kernels.linear.tiles.plans import FusedPlan
+from qrt.quant.weight import WEIGHT_SCHEMES
+from qrt.quant.weight.base import Layout, WeightScheme
+from qrt.quant.weight.tiles import TiledScheme, TiledWeight
+
+logger = logging.getLogger(__name__)
+WIDE_BYTES = 32 << 20  # of more fp32 summands than these, which the L2 cache holds, `experts` rounds each
 
 
 def experts(
     x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Sequence[Tensor], gate_up_bias: Tensor | None,
     down: Sequence[Tensor], down_bias: Tensor | None, scheme: str, act: str, on_input: bool,
 ) -> Tensor:  # fmt: skip
-    """`qrt::experts` on CUDA tensors."""
-    raise NotImplementedError("experts: expected CPU tensors; the kernels come with the next change")
+    """Run `qrt::experts` on CUDA tensors."""
+    wide = 4 * x.numel() * chosen.shape[1] <= WIDE_BYTES
+    summands = _summands(
+        x, chosen, weights, gate_up, gate_up_bias, down, down_bias, scheme, act, on_input,
+        torch.float32 if wide else x.dtype,
+    )  # fmt: skip
+    return add(summands, x.dtype)
 
 
 def experts_shares(
     x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Sequence[Tensor], gate_up_bias: Tensor | None,
     down: Sequence[Tensor], down_bias: Tensor | None, scheme: str, act: str, on_input: bool,
 ) -> Tensor:  # fmt: skip
-    """`qrt::experts_shares` on CUDA tensors."""
-    raise NotImplementedError("experts_shares: expected CPU tensors; the kernels come with the next change")
+    """Run `qrt::experts_shares` on CUDA tensors."""
+    return _summands(
+        x, chosen, weights, gate_up, gate_up_bias, down, down_bias, scheme, act, on_input, torch.float32
+    )
+
+
+def _summands(
+    x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Sequence[Tensor], gate_up_bias: Tensor | None,
+    down: Sequence[Tensor], down_bias: Tensor | None, scheme: str, act: str, on_input: bool,
+    dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """Return what each expert adds to each token, [k, T, H] in `dtype`."""
+    kind = WEIGHT_SCHEMES[scheme]
+    (tokens, top_k), x = chosen.shape, x.contiguous()
+    if kind.layout is Layout.OWN:
+        _say(scheme)
+        others = gate_up, gate_up_bias, down, down_bias, scheme, act, on_input
+        return ref.experts_shares(x, chosen, weights, *others).to(dtype)
+    y = torch.empty(top_k, *x.shape, dtype=dtype, device=x.device)  # what down writes is as wide as x
+    if not tokens:
+        return y
+    expect(weights, "T k", torch.float32, "weights", T=tokens, k=top_k)
+    expect(chosen, "T k", torch.int32, "chosen", T=len(x))
+    chosen, weights = chosen.contiguous(), weights.contiguous().view(-1)
+    first, second = _product(kind, gate_up), _product(kind, down)
+    steps = first.steps, second.steps
+    sizes = Sizes(kind.layout, x.dtype, tokens, top_k, len(gate_up[0]), second.n, first.n // 2, steps)
+    how = plan(sizes)
+    places = Places(None, chosen.view(-1), how.block, sizes.assignments)
+    if how.ordered:
+        places = order(chosen, sizes.experts, how.block)
+    reads = top_k
+    if on_input or first.perm is not None:
+        x, reads = arrange(x, places, reads, first.perm, weights if on_input else None), 0
+    joined = act if how.joined else None
+    inner = x.new_empty(places.rows, first.n // 2 if joined else first.n)
+    first.run(x, gate_up_bias, inner, how.gate_up, joined, Grouped(places, reads))
+    if not joined:
+        inner = act_mul(inner, act)
+    if second.perm is not None:
+        inner = arrange(inner, places, 0, second.perm)
+    second.run(inner, down_bias, y, how.down, None, Grouped(places, 0, top_k, None if on_input else weights))
+    return y
+
+
+@cache
+def _say(scheme: str) -> None:
+    """Log once that no kernel multiplies a scheme."""
+    logger.warning(
+        "experts: no kernel reads the layout of %s; its definition (linear_ref) multiplies", scheme
+    )
+
+
+class _Tiles:
+    """The product with weights of all experts in tiles."""
+
+    def __init__(self, kind: TiledScheme, tensors: Sequence[Tensor]) -> None:
+        self._weight, self._kind = TiledWeight(*tensors), kind
+        self._one = one = TiledWeight(*(tensor[0] for tensor in tensors))
+        self._constants = constants_of(one, kind.bits, kind.unpacker())
+        self.n, self.steps = one.out_features, one.packed.shape[1]
+        self.perm = self._weight.perm if one.perm.numel() else None
+
+    def run(
+        self, x: Tensor, bias: Tensor | None, y: Tensor, how: FusedPlan, act: str | None, group: Grouped
+    ) -> None:
+        """Write the product with x, or act(gate) * up of it, to y."""
+        self._kind.tiles_for(x, self._one)
+        fused_gemm(x, self._weight, bias, y, self._constants, how, act, group)
+
+
+class _Rows:
+    """The product with weights of all experts that lie row by row, [E, N, K]."""
+
+    perm = None
+
+    def __init__(self, kind: WeightScheme, tensors: Sequence[Tensor]) -> None:
+        self._int8, self._tensors = kind.layout is Layout.INT8_ROWS, tensors
+        _, self.n, self.steps = tensors[0].shape
+
+    def run(
+        self, x: Tensor, bias: Tensor | None, y: Tensor, how: BlockPlan, act: str | None, group: Grouped
+    ) -> None:
+        """Do as `_Tiles.run`; tokens are quantized for int8 codes."""
+        expect(x, "T K", name="x", K=self._tensors[0].shape[2])
+        codes, token_scale = x, None
+        if self._int8:
+            codes, token_scale, _ = quantize_tokens(x)
+        grouped_rows(codes, token_scale, self._tensors, bias, y, how, act, group)
+
+
+def _product(kind: WeightScheme, tensors: Sequence[Tensor]) -> _Tiles | _Rows:
+    return _Tiles(kind, tensors) if isinstance(kind, TiledScheme) else _Rows(kind, tensors)

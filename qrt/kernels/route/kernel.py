@@ -18,9 +18,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from qrt.checks import expect
 from qrt.kernels.gpu import overlaps
-from qrt.kernels.launch import COMPILED, variant
+from qrt.kernels.launch import variant
 from qrt.kernels.linear.shared.device import split_evenly, sum_splits
-from qrt.kernels.linear.tiles.device import TL
+from qrt.kernels.linear.tiles.device import dot_type
 from qrt.kernels.route.device import NEVER, choose, scores_of, sparsemixer
 from qrt.kernels.sizes import cdiv, next_power_of_2
 
@@ -130,20 +130,15 @@ def route(
     kernel = variant(
         _route, H=hidden, E=experts, TOP_K=top_k, SCORE=score, RENORMALIZE=renormalize, GROUPS=groups,
         KEPT=kept, GROUP_TOP=group_top, BIASED=bias is not None, CORRECTED=correction is not None,
-        DOT=_dot_type(x, weight), GP=group_width, EP=each, KP=next_power_of_2(top_k), BM=how.tokens,
-        BK=how.inputs, SHARE=how.share, SPLITS=how.splits, num_warps=how.warps, num_stages=3,
-        launch_pdl=overlaps(x.device),
+        DOT=dot_type(x) if x.dtype == weight.dtype else tl.float32, GP=group_width, EP=each,
+        KP=next_power_of_2(top_k), BM=how.tokens, BK=how.inputs, SHARE=how.share, SPLITS=how.splits,
+        num_warps=how.warps, num_stages=3, launch_pdl=overlaps(x.device),
     )  # fmt: skip
     kernel.launch(
         (cdiv(tokens, how.tokens), how.splits), x.contiguous(), weight, bias, correction, weights, chosen,
         parts, arrivals, tokens, float(factor), float(jitter),
     )  # fmt: skip
     return weights, chosen
-
-
-def _dot_type(x: Tensor, weight: Tensor) -> tl.dtype:
-    """Return the dtype in which both meet; in the interpreter fp32, as it multiplies bf16 as bit patterns."""
-    return TL[x.dtype] if COMPILED and x.dtype == weight.dtype else tl.float32
 
 
 def _counters(weight: Tensor) -> Tensor:

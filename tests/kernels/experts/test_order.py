@@ -20,7 +20,7 @@ def check(chosen, experts, block):
         want += own + [count] * (whole * block - len(own))
         owners += [expert] * whole
     left = most_blocks(count, experts, block) - len(owners)
-    assert left >= 0 and (places.block, places.count) == (block, count)
+    assert left >= 0 and (places.block, places.assignments) == (block, count)
     assert places.experts.tolist() == owners + [-1] * left
     assert places.order.tolist() == want + [count] * (left * block)
     return left

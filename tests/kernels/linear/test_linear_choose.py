@@ -16,7 +16,7 @@ BF16 = torch.bfloat16
 LAUNCHED = {
     Kernel.NOTHING: set(), Kernel.TORCH: set(), Kernel.FUSED: {"_fused"}, Kernel.WIDE: {"_wide"},
     Kernel.DIGITS: {"_make_digits", "_digits_product"}, Kernel.DEQUANTIZE: {"_dequantize"},
-    Kernel.INT8_HOPPER: {"_hopper_int8"}, Kernel.INT8_BLOCK: {"_int8_gemm"},
+    Kernel.INT8_HOPPER: {"_hopper_int8"}, Kernel.INT8_BLOCK: {"multiply_rows"},
     Kernel.FEW_16_BIT: {"_hopper_16bit"},
 }  # fmt: skip
 A100 = {"hopper": False, "multiprocessors": 108, "measured": {}}

@@ -21,6 +21,34 @@ def in_panels(block, token_blocks, row_blocks, PANEL: tl.constexpr):
 
 
 @triton.jit
+def places_of(ORDER, EXPERTS, block, count, BM: tl.constexpr):
+    """Return the expert of a block of `Places`, or -1; of its rows assignments, places, and which are live.
+
+    Without ORDER the first row alone is live.
+    """
+    m = tl.arange(0, BM)
+    expert = tl.load(EXPERTS + block)
+    if ORDER is None:
+        return expert, block + m, (block + m).to(tl.int64), m == 0
+    else:
+        place = block * BM + m
+        assignment = tl.load(ORDER + place)
+        return expert, assignment, place.to(tl.int64), assignment < count
+
+
+@triton.jit
+def rows_of(assignment, place, count, READS: tl.constexpr, SHARES: tl.constexpr):
+    """Return the rows of x and of y by `Grouped`, int64."""
+    source = place
+    if READS > 0:
+        source = (assignment // READS).to(tl.int64)
+    target = place
+    if SHARES > 0:
+        target = (assignment % SHARES).to(tl.int64) * (count // SHARES) + assignment // SHARES
+    return source, target
+
+
+@triton.jit
 def sum_splits(acc, parts, arrivals, at, inside, size, split, SPLITS: tl.constexpr):
     """Add the shares of a block; return the sum, and whether this program holds it.
 

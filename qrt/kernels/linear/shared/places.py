@@ -10,22 +10,22 @@ from torch import Tensor
 class Places(NamedTuple):
     """The assignments t * k + i of T tokens to k experts each, by expert, in blocks of one expert each.
 
-    order     int32 [P]: the assignment of each place, or `count` where a block is padded; None where each
-              block has but one place, that of the assignment of the same number
-    experts   int32 [blocks]: the expert of each block, -1 beyond the last
-    block     places of a block; without `order` the rows that a product computes for its one
-    count     T * k
+    order         int32 [P]: the assignment of each place, or `assignments` where a block is padded; None
+                  where each block has but one place, that of the assignment of the same number
+    experts       int32 [blocks]: the expert of each block, -1 beyond the last
+    block         places of a block; without `order` the rows that a product computes for its one
+    assignments   T * k
     """
 
     order: Tensor | None
     experts: Tensor
     block: int
-    count: int
+    assignments: int
 
     @property
     def rows(self) -> int:
         """Return how many places there are."""
-        return self.count if self.order is None else self.order.shape[0]
+        return self.assignments if self.order is None else self.order.shape[0]
 
 
 class Grouped(NamedTuple):

@@ -8,11 +8,17 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from qrt.kernels.launch import COMPILED
 from qrt.quant.weight.tiles import TILE_ROWS, TiledWeight
 
 TL = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}  # Triton's dtypes
+
+
+def dot_type(x: Tensor) -> tl.dtype:
+    """Return x's dtype; in the interpreter fp32, as it would multiply bf16 as bit patterns."""
+    return TL[x.dtype] if COMPILED else tl.float32
 
 
 class TileConstants(NamedTuple):

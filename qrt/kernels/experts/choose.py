@@ -1,0 +1,123 @@
+"""Choose how the tokens of experts are ordered, and which kernels multiply them. `plan` alone decides.
+
+Few tokens are bound by reading the weights of the experts that they chose: programs are narrow, so that every
+multiprocessor reads. Many tokens are bound by the products: blocks of places are as wide as registers allow.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from qrt.kernels.linear.int8.plans import BlockPlan
+from qrt.kernels.linear.tiles.plans import FusedPlan, even_splits
+from qrt.kernels.sizes import cdiv, next_power_of_2
+from qrt.quant.weight.base import Layout
+from qrt.quant.weight.tiles import TILE_ROWS
+
+PROGRAMS = 200  # with fewer, K is split for few tokens
+SINGLES = 16  # most assignments that are blocks of their own, unless there is one token
+_LEAST = {Layout.TILES: 8, Layout.PLAIN: 16, Layout.INT8_ROWS: 16}
+_MOST = {
+    Layout.TILES: {2: 64, 4: 16}, Layout.PLAIN: {2: 128, 4: 32}, Layout.INT8_ROWS: {2: 128, 4: 128}
+}  # fmt: skip  # places of a block, by bytes of x: sums fill the registers
+
+
+class Sizes(NamedTuple):
+    """What a plan depends on.
+
+    layout    of the weights
+    dtype     of x
+    tokens    T
+    top_k     k
+    experts   E
+    hidden    outputs of down
+    inner     I, the inputs of down
+    steps     tiles of K in gate_up and in down, for Layout.TILES; else their inputs
+    """
+
+    layout: Layout
+    dtype: torch.dtype
+    tokens: int
+    top_k: int
+    experts: int
+    hidden: int
+    inner: int
+    steps: tuple[int, int]
+
+    @property
+    def assignments(self) -> int:
+        """Return the number of assignments."""
+        return self.tokens * self.top_k
+
+
+class Plan(NamedTuple):
+    """How the experts of a layer run.
+
+    block     places of a block
+    ordered   whether assignments are put in order by expert; else each is a block of its own
+    joined    whether act(gate) * up is part of the first product
+    gate_up   how the first product is launched
+    down      how the second one is
+    """
+
+    block: int
+    ordered: bool
+    joined: bool
+    gate_up: FusedPlan | BlockPlan
+    down: FusedPlan | BlockPlan
+
+
+def is_ordered(sizes: Sizes) -> bool:
+    """Return whether assignments are ordered: not for one token, nor for few that rarely share an expert."""
+    few = sizes.assignments <= SINGLES and 4 * sizes.assignments * sizes.tokens <= sizes.experts
+    return sizes.tokens > 1 and not few
+
+
+def block_of(sizes: Sizes) -> int:
+    """Return the places of a block: half more than an expert gets on average, if registers allow it."""
+    if not is_ordered(sizes):
+        return _LEAST[sizes.layout]
+    wanted = next_power_of_2(cdiv(3 * sizes.assignments, 2 * min(sizes.assignments, sizes.experts)))
+    return min(max(_LEAST[sizes.layout], wanted), _MOST[sizes.layout][sizes.dtype.itemsize])
+
+
+def plan(sizes: Sizes) -> Plan:
+    """Return a plan by rules of thumb; nothing has been measured yet."""
+    ordered, block = is_ordered(sizes), block_of(sizes)
+    singles = 0 if ordered else sizes.assignments
+    if sizes.layout is Layout.TILES:
+        joined = sizes.inner % TILE_ROWS == 0
+        first = _tiles(2 * sizes.inner, sizes.steps[0], block, singles, joined)
+        return Plan(block, ordered, joined, first, _tiles(sizes.hidden, sizes.steps[1], block, singles))
+    gate_up = _rows(sizes, 2 * sizes.inner, sizes.steps[0], block, singles, 64)
+    return Plan(block, ordered, True, gate_up, _rows(sizes, sizes.hidden, sizes.steps[1], block, singles, 32))
+
+
+def _splits(programs: int, singles: int, steps: int, n: int) -> int:
+    """Return splits of K: of assignments that are blocks of their own, while programs are few.
+
+    Each program needs a counter, of which an expert has n.
+    """
+    if not singles or singles * programs > min(PROGRAMS, n):
+        return 1
+    return even_splits(next_power_of_2(cdiv(PROGRAMS, singles * programs)), steps)
+
+
+def _tiles(n: int, tiles: int, block: int, singles: int, joined: bool = False) -> FusedPlan:
+    rows = cdiv(n, TILE_ROWS)
+    blocks = 2 if joined or (block >= 32 and rows % 2 == 0) else 1
+    warps = 8 if (block, blocks) == (64, 2) else 2 if (block, blocks) == (8, 1) else 4
+    return FusedPlan(blocks, _splits(rows // blocks, singles, tiles, n), warps, 4 if block == 8 else 3)
+
+
+def _rows(sizes: Sizes, n: int, k: int, block: int, singles: int, outputs: int) -> BlockPlan:
+    """Return a plan for rows, of `outputs` for few tokens. Only int8 rows have counters."""
+    int8 = sizes.layout is Layout.INT8_ROWS
+    itemsize = 1 if int8 else sizes.dtype.itemsize
+    if block > 32:
+        return BlockPlan(block, 128, 128 // itemsize, 1, 8, 3)
+    inputs = 256 // itemsize
+    splits = _splits(cdiv(n, outputs), singles, cdiv(k, inputs), n) if int8 else 1
+    return BlockPlan(block, outputs, inputs, splits, 4, 4 if itemsize < 4 else 2)

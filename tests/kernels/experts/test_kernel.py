@@ -1,0 +1,182 @@
+"""`experts` in Triton (the GPU, the interpreter, or PTX on the CPU) against a loop in fp64."""
+
+import pytest
+import torch
+from experts_truth import inputs, mixture, truth
+
+from backends import COMPILED
+from qrt.kernels.experts import choose, kernel, ref
+from qrt.kernels.experts.choose import Sizes
+from qrt.quant.weight.base import Layout
+from random_weights import relative
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+SCHEMES = ["w4a16", "w8a16", "fp16", "w8a8"]
+# norms of errors: one rounding between the products, one behind; the interpreter truncates to bf16
+BOUND = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3 if COMPILED else 2e-2}
+INT8_BOUND = 2.5e-2 if COMPILED else 5e-2  # activations are rounded to int8 twice
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+
+def check(found, x, chosen, weights):
+    """Both operators; the second call finds counters at 0 and gives the same bits."""
+    args = x, chosen, weights, *found.args(x.dtype, x.device)
+    want = truth(x, chosen, weights, found).to(x.device)
+    bound = INT8_BOUND if found.scheme == "w8a8" else BOUND[x.dtype]
+    shares = kernel.experts_shares(*args)
+    assert shares.dtype == torch.float32 and shares.shape == want.shape
+    assert relative(shares, want) < bound
+    y = kernel.experts(*args)
+    assert y.dtype == x.dtype and relative(y, want.sum(0)) < bound
+    assert torch.equal(y, kernel.add(shares, x.dtype))
+    return shares, args
+
+
+@pytest.mark.ptx(dtype=[torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens, experts", [(1, 4), (2, 16), (5, 4)])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_few_tokens(device, scheme, tokens, experts, dtype):
+    """Assignments that are blocks of their own, with and without sharing an expert; then an order."""
+    found = mixture(experts, 128, 64, scheme, dtype, device=device)
+    check(found, *inputs(tokens, 128, experts, 2, dtype, device))
+
+
+@pytest.mark.ptx(kind=[{"biased": True, "act": "swiglu_oai"}], tokens=[9])
+@pytest.mark.parametrize("kind", [
+    {"biased": True, "act": "swiglu_oai"}, {"on_input": True, "biased": True}, {"act": "relu"},
+])  # fmt: skip
+@pytest.mark.parametrize("tokens", [1, 9])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_kinds_of_experts(device, scheme, tokens, kind):
+    found = mixture(4, 64, 64, scheme, torch.float16, device=device, **kind)
+    check(found, *inputs(tokens, 64, 4, 1 if "on_input" in kind else 3, torch.float16, device))
+
+
+@pytest.mark.ptx(scheme=["w4a16", "fp16"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("hidden, inner", [(96, 32), (72, 100)])
+def test_odd_widths(device, scheme, hidden, inner):
+    """Halves of rows that fill no tile, and inputs that fill none."""
+    group = None if inner == 100 else 32
+    found = mixture(3, hidden, inner, scheme, torch.float16, device=device, group=group, biased=True)
+    for tokens in (1, 4):
+        check(found, *inputs(tokens, hidden, 3, 2, torch.float16, device))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_all_tokens_to_one_expert_and_none_to_others(device, scheme):
+    found = mixture(6, 64, 64, scheme, torch.float16, device=device)
+    for among in ([0], [5], [1, 4]):
+        check(found, *inputs(20, 64, 6, len(among), torch.float16, device, among=among))
+
+
+@pytest.mark.parametrize("group, symmetric", [(32, False), (64, False), (128, True), (None, False)])
+@pytest.mark.parametrize("scheme", ["w4a16", "w8a16"])
+def test_grids_of_codes(device, scheme, group, symmetric):
+    """Every run count, with zero points and without."""
+    found = mixture(3, 256, 128, scheme, torch.float16, group, symmetric, device=device)
+    check(found, *inputs(3, 256, 3, 2, torch.float16, device))
+
+
+@pytest.mark.ptx(tokens=[6])
+@pytest.mark.parametrize("on_input", [False, True])
+@pytest.mark.parametrize("tokens", [1, 6])
+def test_act_order(device, tokens, on_input):
+    """Each expert reads its inputs in an order of its own, in both products."""
+    found = mixture(
+        4, 128, 64, "w4a16", torch.float16, symmetric=False, perm=True, device=device, on_input=on_input
+    )
+    check(found, *inputs(tokens, 128, 4, 1 if on_input else 2, torch.float16, device))
+
+
+@pytest.mark.ptx(scheme=["w4a16"])
+@pytest.mark.parametrize("scheme, hidden", [("w4a16", 1024), ("w8a8", 512)])
+def test_split_sums_repeat_bit_for_bit(device, scheme, hidden):
+    """Of tokens that share an expert, too: counters are 0 again."""
+    found = mixture(16, hidden, 128, scheme, torch.bfloat16, device=device, group=128)
+    x, chosen, weights = inputs(2, hidden, 16, 1, torch.bfloat16, device)
+    chosen[1] = chosen[0]
+    shares, args = check(found, x, chosen, weights)
+    for _ in range(3):
+        assert torch.equal(kernel.experts_shares(*args), shares)
+    assert not args[3][-1].any() and not args[5][-1].any()
+
+
+@pytest.mark.ptx
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_wide_blocks(device, monkeypatch, scheme):
+    """The blocks of many tokens, met by few."""
+    monkeypatch.setattr(choose, "block_of", lambda sizes: 64)
+    found = mixture(3, 96, 128, scheme, torch.float16, device=device)
+    check(found, *inputs(30, 96, 3, 2, torch.float16, device))
+
+
+def test_int8_tokens_are_those_of_the_definition(device):
+    """In fp32 they round as the reference does, but for ties."""
+    found = mixture(4, 128, 96, "w8a8", device=device)
+    x, chosen, weights = inputs(9, 128, 4, 2, device=device)
+    args = x, chosen, weights, *found.args(x.dtype, device)
+    assert relative(kernel.experts_shares(*args), ref.experts_shares(*args)) < 1e-4
+
+
+def test_many_summands_are_rounded_before_they_are_added(device, monkeypatch):
+    monkeypatch.setattr(kernel, "WIDE_BYTES", 0)
+    found = mixture(4, 64, 64, "fp16", torch.float16, device=device)
+    x, chosen, weights = inputs(5, 64, 4, 3, torch.float16, device)
+    y = kernel.experts(x, chosen, weights, *found.args(x.dtype, device))
+    assert relative(y, truth(x, chosen, weights, found).sum(0).to(device)) < BOUND[x.dtype]
+
+
+def test_strided_inputs(device):
+    found = mixture(4, 64, 64, "w4a16", torch.float16, device=device)
+    x, chosen, weights = inputs(6, 128, 4, 4, torch.float16, device)
+    check(found, x[:, 64:], chosen[:, :2], weights[:, 1:3])
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_no_tokens(device, scheme):
+    found = mixture(2, 64, 64, scheme, device=device)
+    x, chosen, weights = inputs(0, 64, 2, 2, device=device)
+    args = x, chosen, weights, *found.args(x.dtype, device)
+    assert kernel.experts(*args).shape == (0, 64)
+    assert kernel.experts_shares(*args).shape == (2, 0, 64)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_inputs_that_are_not_the_weights_are_refused(device, scheme):
+    found = mixture(2, 64, 64, scheme, device=device)
+    x, chosen, weights = inputs(3, 320, 2, 2, device=device)
+    args = found.args(x.dtype, device)
+    with pytest.raises(ValueError, match=r"x: expected shape \[T K\].*, got \[3, 320\]"):
+        kernel.experts(x, chosen, weights, *args)
+    with pytest.raises(ValueError, match="chosen: expected dtype torch.int32"):
+        kernel.experts(x[:, :64], chosen.long(), weights, *args)
+    with pytest.raises(ValueError, match=r"weights: expected shape \[T k\]"):
+        kernel.experts(x[:, :64], chosen, weights[:, :1], *args)
+
+
+@pytest.mark.parametrize("tokens, experts, top_k, ordered", [
+    (1, 128, 8, False), (1, 8, 2, False), (2, 128, 8, False), (2, 8, 2, True), (4, 32, 4, True),
+    (16, 128, 8, True),
+])  # fmt: skip
+def test_few_assignments_that_rarely_share_an_expert_are_not_ordered(tokens, experts, top_k, ordered):
+    sizes = Sizes(Layout.TILES, torch.bfloat16, tokens, top_k, experts, 2048, 768, (8, 3))
+    how = choose.plan(sizes)
+    assert how.ordered == ordered
+    for product, rows, steps in ((how.gate_up, 24, 8), (how.down, 32, 3)):
+        programs = rows // product.blocks * sizes.assignments
+        assert product.splits == 1 or (not ordered and programs <= 64 * rows and product.splits <= steps)
+
+
+@pytest.mark.parametrize("layout, dtype, most", [
+    (Layout.TILES, torch.bfloat16, 64), (Layout.TILES, torch.float32, 16),
+    (Layout.PLAIN, torch.bfloat16, 128), (Layout.PLAIN, torch.float32, 32),
+    (Layout.INT8_ROWS, torch.float32, 128),
+])  # fmt: skip
+def test_blocks_widen_with_tokens_of_an_expert(layout, dtype, most):
+    blocks = [
+        choose.plan(Sizes(layout, dtype, tokens, 8, 128, 2048, 768, (2048, 768))).block
+        for tokens in (1, 16, 64, 256, 1024, 8192)
+    ]
+    assert blocks == sorted(blocks) and blocks[0] in (8, 16) and blocks[-1] == most
