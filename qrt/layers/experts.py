@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from qrt.arch.experts import Router
+from qrt.errors import UnsupportedError
 from qrt.kernels.experts import experts, experts_shares
 from qrt.kernels.linear import prepare
 from qrt.kernels.linear.weight import Weight
@@ -43,6 +44,11 @@ class ExpertLinear:
             if not stacked:
                 stacked = [own.new_empty(count, *own.shape) for own in tensors]
             for whole, own in zip(stacked, tensors, strict=True):
+                if (own.shape, own.dtype) != (whole.shape[1:], whole.dtype):
+                    raise UnsupportedError(
+                        f"expert {number}: expected {whole.dtype} {list(whole.shape[1:])} in {scheme}, as of "
+                        f"expert 0, got {own.dtype} {list(own.shape)}; quantize all experts alike"
+                    )
                 whole[number] = own
             if weight.bias is not None:
                 biases.append(weight.bias.to(device, dtype))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -76,16 +77,20 @@ class CheckpointWeights:
         """Read and check the Linears of all experts, one after the other; raises as `linear` does."""
         if stacks[0].expert is not None:
             self.checkpoint.expect_experts(stacks[0].modules[0], len(stacks))
-        first, _ = self._read(stacks[0])
+        first, model = self._read(stacks[0])
+        reordered = any(map(self.checkpoint.is_reordered, chain.from_iterable(s.modules for s in stacks)))
 
         def each() -> Iterator[WeightData]:
             for stack in stacks:
                 scheme, weight = self._read(stack)
-                if scheme != first:
+                if (scheme, *weight.grid) != (first, *model.grid):
                     raise CheckpointError(
-                        f"{self.checkpoint.path}: {stack.modules[0]}: expected {first}, as "
-                        f"{stacks[0].modules[0]} is, got {scheme}; quantize or ignore all experts together"
+                        f"{self.checkpoint.path}: {stack.modules[0]}: expected {first} on the grid of "
+                        f"{stacks[0].modules[0]}, got {scheme}{' on another' if scheme == first else ''}; "
+                        "quantize or ignore all experts together"
                     )
+                if reordered and weight.perm is None:  # one layout for all
+                    weight = replace(weight, perm=torch.arange(weight.in_features))
                 yield weight
 
         try:

@@ -91,6 +91,11 @@ class Checkpoint(TensorFolder):
         self._refuse(one.name_in_messages(name) for name in one.names() if name not in read)
         return found
 
+    def is_reordered(self, module: str) -> bool:
+        """Return whether a Linear's groups take its inputs in another order than they come."""
+        names = [name for name in (f"{module}.g_idx", f"{module}.weight_g_idx") if self.has(name)]
+        return any(bool((self.tensor(name).diff() < 0).any()) for name in names)
+
     def expect_experts(self, stack: str, count: int) -> None:
         """Raise CheckpointError if not `count` experts are stored as `stack`; see `expert`."""
         one = Expert(self, stack, self._near(stack), count - 1)

@@ -50,6 +50,12 @@ class WeightData:
         """Return K."""
         return self.values.shape[1]
 
+    @property
+    def grid(self) -> tuple[object, ...]:
+        """Return what weights in one tensor share: bits, kind of codes, groups of a row, and symmetry."""
+        groups = None if self.scale is None else self.scale.shape[1]
+        return self.bits, self.codes, groups, self.zero is None
+
     def rows(self, order: Tensor) -> WeightData:
         """Return the weight with row order[i] as row i; all that belongs to a row moves with it."""
 
@@ -95,9 +101,7 @@ def fuse(parts: Sequence[WeightData]) -> WeightData:
 
 def _kind(part: WeightData) -> tuple[object, ...]:
     """Return what all parts of a fused weight must share."""
-    groups = None if part.scale is None else part.scale.shape[1]
-    perm = None if part.perm is None else part.perm.tolist()
-    return part.bits, part.codes, groups, part.zero is None, perm
+    return *part.grid, None if part.perm is None else part.perm.tolist()
 
 
 def _stack(tensors: Sequence[Tensor | None]) -> Tensor | None:
