@@ -21,36 +21,37 @@ from qrt.kernels.sizes import cdiv, next_power_of_2
 CHUNK = 512  # assignments of a program, if there are many
 FEW_CHUNK = 64  # if there are few
 FEW = 1 << 16  # most assignments times experts that every program counts
-_STEP = tl.constexpr(32)  # assignments, or chunks, that are compared at a time
+_RANKED = tl.constexpr(32)  # assignments that are compared with a chunk's at a time
 
 
 @triton.jit
-def _counts(CHOSEN, first, end, e, EP: tl.constexpr):
-    """Count the assignments first ... end - 1 of each expert e [EP]."""
-    counts = tl.zeros([EP], tl.int32)
-    for start in range(first, end, _STEP):
-        a = start + tl.arange(0, _STEP)
+def _counts(CHOSEN, first, end, e, EP: tl.constexpr, STEP: tl.constexpr):
+    """Count the assignments first ... end - 1 of each expert e [EP], STEP at a time."""
+    counts = tl.zeros([STEP, EP], tl.int32)
+    for start in range(first, end, STEP):
+        a = start + tl.arange(0, STEP)
         expert = tl.load(CHOSEN + a, mask=a < end, other=-1)
-        counts += tl.sum((expert[:, None] == e[None, :]).to(tl.int32), 0)
-    return counts
+        counts += (expert[:, None] == e[None, :]).to(tl.int32)
+    return tl.sum(counts, 0)
 
 
 @triton.jit(do_not_specialize=["count"])
 def _count(
-    CHOSEN, COUNTS, count, E: tl.constexpr, EP: tl.constexpr, CHUNK: tl.constexpr, launch_pdl: tl.constexpr
-):
+    CHOSEN, COUNTS, count, E: tl.constexpr, EP: tl.constexpr, STEP: tl.constexpr, CHUNK: tl.constexpr,
+    launch_pdl: tl.constexpr,
+):  # fmt: skip
     """Count each expert's assignments in each chunk: COUNTS [chunks, E]; grid (chunks,)."""
     after_previous(launch_pdl)
     e = tl.arange(0, EP)
     first = tl.program_id(0) * CHUNK
-    counts = _counts(CHOSEN, first, tl.minimum(first + CHUNK, count), e, EP)
+    counts = _counts(CHOSEN, first, tl.minimum(first + CHUNK, count), e, EP, STEP)
     tl.store(COUNTS + tl.program_id(0) * E + e, counts, mask=e < E)
 
 
 @triton.jit(do_not_specialize=["count", "blocks", "each"])
 def _place(
     CHOSEN, COUNTS, ORDER, EXPERTS, count, blocks, each, E: tl.constexpr, EP: tl.constexpr,
-    CHUNK: tl.constexpr, BM: tl.constexpr, EACH: tl.constexpr, launch_pdl: tl.constexpr,
+    STEP: tl.constexpr, CHUNK: tl.constexpr, BM: tl.constexpr, EACH: tl.constexpr, launch_pdl: tl.constexpr,
 ):  # fmt: skip
     """Place a chunk of assignments, and describe `each` (at most EACH) of the blocks; grid (chunks,)."""
     after_previous(launch_pdl)
@@ -58,30 +59,32 @@ def _place(
     first = chunk * CHUNK
     e = tl.arange(0, EP)
     if COUNTS is None:
-        before = _counts(CHOSEN, 0, first, e, EP)
-        total = before + _counts(CHOSEN, first, count, e, EP)
+        before = _counts(CHOSEN, 0, first, e, EP, STEP)
+        total = before + _counts(CHOSEN, first, count, e, EP, STEP)
     else:
-        before = tl.zeros([EP], tl.int32)
-        total = tl.zeros([EP], tl.int32)
-        for start in range(0, tl.num_programs(0), _STEP):
-            c = start + tl.arange(0, _STEP)
+        earlier = tl.zeros([STEP, EP], tl.int32)
+        everything = tl.zeros([STEP, EP], tl.int32)
+        for start in range(0, tl.num_programs(0), STEP):
+            c = start + tl.arange(0, STEP)
             inside = (c < tl.num_programs(0))[:, None] & (e < E)[None, :]
             counts = tl.load(COUNTS + c[:, None] * E + e[None, :], mask=inside, other=0)
-            total += tl.sum(counts, 0)
-            before += tl.sum(tl.where((c < chunk)[:, None], counts, 0), 0)
+            everything += counts
+            earlier += tl.where((c < chunk)[:, None], counts, 0)
+        before = tl.sum(earlier, 0)
+        total = tl.sum(everything, 0)
     taken = (total + BM - 1) // BM
     end = tl.cumsum(taken, 0)
     begin = end - taken
 
     a = first + tl.arange(0, CHUNK)
     expert = tl.load(CHOSEN + a, mask=a < count, other=0)
-    rank = tl.zeros([CHUNK], tl.int32)
-    for start in range(0, CHUNK, _STEP):
-        others = first + start + tl.arange(0, _STEP)
+    lower = tl.zeros([CHUNK, _RANKED], tl.int32)
+    for start in range(0, CHUNK, _RANKED):
+        others = first + start + tl.arange(0, _RANKED)
         theirs = tl.load(CHOSEN + others, mask=others < count, other=-1)
         same = (theirs[None, :] == expert[:, None]) & (others[None, :] < a[:, None])
-        rank += tl.sum(same.to(tl.int32), 1)
-    place = tl.gather(begin * BM + before, expert, 0) + rank
+        lower += same.to(tl.int32)
+    place = tl.gather(begin * BM + before, expert, 0) + tl.sum(lower, 1)
     tl.store(ORDER + place, a, mask=a < count)
 
     b = chunk * each + tl.arange(0, EACH)
@@ -110,10 +113,11 @@ def order(chosen: Tensor, experts: int, block: int) -> Places:
     chunk = FEW_CHUNK if few else CHUNK
     chunks = cdiv(count, chunk)
     each, counts = cdiv(blocks, chunks), None
-    shape = {"E": experts, "EP": width, "CHUNK": chunk, "launch_pdl": overlaps(device)}
+    shape = {"E": experts, "EP": width, "STEP": max(8, 4096 // width), "CHUNK": chunk}
+    shape |= {"num_warps": 4 if few and width <= 128 else 8, "launch_pdl": overlaps(device)}
     if not few:
         counts = torch.empty(chunks, experts, dtype=torch.int32, device=device)
-        variant(_count, **shape, num_warps=4).launch((chunks,), chosen, counts, count)
-    kernel = variant(_place, **shape, BM=block, EACH=next_power_of_2(each), num_warps=4 if few else 8)
+        variant(_count, **shape).launch((chunks,), chosen, counts, count)
+    kernel = variant(_place, **shape, BM=block, EACH=next_power_of_2(each))
     kernel.launch((chunks,), chosen, counts, places, owners, count, blocks, each)
     return Places(places, owners, block, count)

@@ -1,14 +1,15 @@
-"""What tests of the experts compare with: a loop over tokens in fp64 on canonical weights."""
+"""What tests of the experts compare with: a loop over experts in fp64 on canonical weights."""
 
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from qrt.quant.spec import Codes
 from qrt.quant.weight import WEIGHT_SCHEMES, WeightData
 from random_weights import random_weight
 
-BITS = {"fp16": 0, "w4a16": 4, "w8a16": 8, "w8a8": 8}
+BITS = {"fp16": 0, "w4a16": 4, "w8a16": 8, "w8a8": 8, "mxfp4": 4}
 
 
 @dataclass
@@ -51,6 +52,8 @@ def mixture(
             values = torch.randn(experts, n, k, device=device) / k**0.5
             return [WeightData(matrix.to(dtype)) for matrix in values]
         size = None if scheme == "w8a8" else group
+        if scheme == "mxfp4":
+            return [_floats(n, k, seed + e, device) for e in range(experts)]
         return [
             random_weight(
                 n, k, bits, size, symmetric=symmetric, dtype=dtype, perm=perm, device=device, seed=seed + e
@@ -65,8 +68,11 @@ def mixture(
     return found
 
 
-def without_bias(found: Mixture) -> Mixture:
-    return replace(found, gate_up_bias=None, down_bias=None)
+def _floats(n, k, seed, device) -> WeightData:
+    """Return random floats of four bits, with powers of two for scales."""
+    weight = random_weight(n, k, 4, 32, device=device, seed=seed)
+    scale = (weight.scale / 2).log2().round().exp2().bfloat16()
+    return replace(weight, scale=scale, codes=Codes.E2M1)
 
 
 def inputs(tokens, hidden, experts, top_k, dtype=torch.float32, device="cpu", among=None):
@@ -86,21 +92,18 @@ def activated(gate: Tensor, up: Tensor, act: str) -> Tensor:
 
 
 def truth(x: Tensor, chosen: Tensor, weights: Tensor, found: Mixture) -> Tensor:
-    """Return what each expert adds, fp64 [k, T, H], a token and an expert at a time."""
-    shares = torch.zeros(chosen.shape[1], *x.shape, dtype=torch.float64)
-    dense = {}
-    for token, row in enumerate(chosen.tolist()):
-        for place, expert in enumerate(row):
-            if expert not in dense:
-                parts = found.gate_up[expert], found.down[expert]
-                dense[expert] = [part.dequantize().double().cpu() for part in parts]
-            gate_up, down = dense[expert]
-            weight, read = weights[token, place].double().cpu(), x[token].double().cpu()
-            inner = gate_up @ (read * weight if found.on_input else read)
+    """Return what each expert adds, fp64 [k, T, H]."""
+    shares = torch.zeros(chosen.shape[1], *x.shape, dtype=torch.float64, device=x.device)
+    for expert in range(len(found.down)):
+        gate_up, down = (part[expert].dequantize().double() for part in (found.gate_up, found.down))
+        for place in range(chosen.shape[1]):
+            token = (chosen[:, place] == expert).nonzero()[:, 0]
+            weight, read = weights[token, place].double()[:, None], x[token].double()
+            inner = (read * weight if found.on_input else read) @ gate_up.T
             if found.gate_up_bias is not None:
-                inner = inner + found.gate_up_bias[expert].double().cpu()
-            y = down @ activated(*inner.chunk(2), found.act)
+                inner = inner + found.gate_up_bias[expert].double()
+            y = activated(*inner.chunk(2, 1), found.act) @ down.T
             if found.down_bias is not None:
-                y = y + found.down_bias[expert].double().cpu()
+                y = y + found.down_bias[expert].double()
             shares[place, token] = y if found.on_input else y * weight
     return shares
