@@ -36,6 +36,7 @@ def random_model(
     The embedding stays in `dtype`, and so does the head, unless `head_bits` is 8 (`qrt.quant.weight.head`):
     then it is not tied, whatever `arch` says.
 
+    Of a mixture in "mxfp4" only the experts are so quantized, as in the checkpoints that are published.
     `group_size` and `symmetric` replace those of the scheme's grid. Weights have variance 1/K, so activations
     stay of order one through any depth. Raises as the scheme does for a grid it does not run.
     """
@@ -49,9 +50,18 @@ def random_model(
         arch = replace(arch, tied_embeddings=False)
 
     def grid(module: str) -> tuple[str, QuantSpec | None]:
-        return head if module == arch.names.head else (scheme, spec)
+        if module == arch.names.head:
+            return head
+        if spec is not None and spec.codes is Codes.E2M1 and not _is_expert(arch, module):
+            return "fp16", None
+        return scheme, spec
 
     return build(arch, RandomWeights(grid, device, dtype, seed), progress="Making weights")
+
+
+def _is_expert(arch: Arch, module: str) -> bool:
+    """Return whether `module` belongs to a mixture's experts; true of all modules without a mixture."""
+    return arch.experts is None or f".{arch.experts.module}." in module
 
 
 class RandomWeights:

@@ -152,3 +152,16 @@ def test_load_format_dummy_needs_a_complete_config(tmp_path):
     folder = quantized_tiny(tmp_path / "m", {"quant_method": "gptq", "bits": 4, "group_size": 128})
     with pytest.raises(UnsupportedError, match="expected a plain or a compressed-tensors config"):
         Engine(EngineConfig(folder, load_format="dummy"))
+
+
+def test_only_experts_are_in_mxfp4():
+    """As gpt-oss is published; a model without experts has all its layers so."""
+    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+    mixture = read_arch({"architectures": ["GptOssForCausalLM"], **sizes, "num_local_experts": 4}, "x")
+    llama = read_arch({"architectures": ["LlamaForCausalLM"], **sizes}, "x")
+    found = [
+        random_model(arch, "mxfp4", device=torch.device("cpu"), dtype=torch.bfloat16)
+        for arch in (mixture, llama)
+    ]
+    assert [model.schemes for model in found] == [{"fp16": 4, "mxfp4": 4}, {"mxfp4": 8}]

@@ -194,6 +194,10 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "max_position_embeddings": 32768,
         },
     ),
+    "gpt-oss-20b": (
+        "GptOssForCausalLM",
+        {"model_type": "gpt_oss", "num_hidden_layers": 24, "num_local_experts": 32, "dtype": "bfloat16"},
+    ),
     "glm-4-9b": ("GlmForCausalLM", {}),
     "gemma-2-9b": (
         "Gemma2ForCausalLM",

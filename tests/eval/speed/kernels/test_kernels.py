@@ -135,9 +135,12 @@ def test_shapes_have_the_published_sizes(name):
     published = {"llama-3.2-1b": 1.24, "llama-3-8b": 8.03, "llama-3-70b": 70.6, "mistral-7b": 7.25,
                  "qwen3-0.6b": 0.6, "qwen3-8b": 8.19, "qwen3-32b": 32.8, "qwen2.5-7b": 7.62,
                  "mistral-small-24b": 23.6, "phi-4": 14.7, "glm-4-9b": 9.4, "gemma-2-9b": 9.24,
-                 "gemma-3-27b": 27.0, "qwen3-30b-a3b": 30.5, "mixtral-8x7b": 46.7}  # fmt: skip
+                 "gemma-3-27b": 27.0, "qwen3-30b-a3b": 30.5, "mixtral-8x7b": 46.7,
+                 "gpt-oss-20b": 20.9}  # fmt: skip
     assert billions == pytest.approx(published[name], rel=0.01)
-    assert config.windows == {"gemma-2-9b": (4096, 0), "gemma-3-27b": (1024, 0)}.get(name, (0,))
+    assert config.windows == {"gemma-2-9b": (4096, 0), "gemma-3-27b": (1024, 0), "gpt-oss-20b": (128, 0)}.get(
+        name, (0,)
+    )
 
 
 def test_every_key_has_a_trial_and_none_is_tried_twice():
