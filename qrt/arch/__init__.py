@@ -2,8 +2,9 @@
 
 from collections.abc import Callable
 
-from qrt.arch.base import Arch, Layer, Names, Norm
+from qrt.arch.base import Arch, Names, Norm
 from qrt.arch.entries import Entries
+from qrt.arch.layer import Layer
 from qrt.registry import Registry
 
 _FAMILIES = "qrt.arch.families"
@@ -12,6 +13,8 @@ ARCHS: Registry[Callable[[Entries], Arch]] = Registry(
     "architecture",
     {
         "LlamaForCausalLM": f"{_FAMILIES}.llama:llama",
+        "Llama4ForCausalLM": f"{_FAMILIES}.llama4:llama4",
+        "Llama4ForConditionalGeneration": f"{_FAMILIES}.vision:llama4",
         "MistralForCausalLM": f"{_FAMILIES}.mistral:mistral",
         "MinistralForCausalLM": f"{_FAMILIES}.mistral:ministral",
         "Ministral3ForCausalLM": f"{_FAMILIES}.mistral:ministral3",

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from qrt.arch.experts import Experts
+from qrt.arch.layer import Layer, QScale, Reach
 from qrt.arch.rope import RopeConfig
 from qrt.errors import CheckpointError, UnsupportedError
 
@@ -88,28 +89,6 @@ class Names:
 
 
 @dataclass(frozen=True)
-class Layer:
-    """What may differ from layer to layer.
-
-    rope      key of `Arch.ropes`; None: no positions
-    window    tokens that a query attends, itself included; None: all
-    sparse    the mlp is a mixture of experts
-    """
-
-    rope: str | None = "all"
-    window: int | None = None
-    sparse: bool = False
-
-
-@dataclass(frozen=True)
-class QScale:
-    """The factor of q by its position p: 1 + strength * ln(1 + floor(p / length))."""
-
-    strength: float
-    length: int
-
-
-@dataclass(frozen=True)
 class Arch:
     """One checkpoint's sizes and everything that its decoder computes, read from its config.json.
 
@@ -123,11 +102,13 @@ class Arch:
     transposed       the layers' weights are stored [in, out]
     qk_norm          a norm over q and k: "head" over each head, "each" the same with a weight for every head,
                      "modules" the same, each weight in a module of its own, "whole" over all heads at once,
-                     "after" over each head behind RoPE; None: there is none
+                     "after" over each head behind RoPE, "unit" the same without a weight, if there is RoPE;
+                     None: there is none
     attention_scale  of q k^T; None: head_dim ** -0.5
     softcap          c of c * tanh(score / c), on scaled scores; logit_cap: the same, on logits
     clip             q, k and v are clamped to at most this magnitude
     alibi            what each head's scores lose for each token of distance, or empty
+    q_scale          what q is multiplied by in layers with `Layer.q_scaled`; None: nothing
     positions        the learned position of a request's first token; None: there are none
     unit_head        rows of the head are normalized to length 1
     experts          the mixture that sparse layers have in place of the mlp
@@ -198,15 +179,20 @@ class Arch:
         """Return the architecture as layer `index` has it: without experts where it is not sparse."""
         return self if self.layers[index].sparse or self.experts is None else replace(self, experts=None)
 
-    def window(self, index: int) -> int:
-        """Return how many tokens layer `index` attends; 0: all, also if its window holds the context."""
-        window = self.layers[index].window or 0
-        return window if window < self.max_position else 0
+    @property
+    def turns_first(self) -> bool:
+        """Whether q and k turn before their norms, not behind them."""
+        return self.qk_norm in ("after", "unit")
+
+    def reach(self, index: int) -> Reach:
+        """Return how far back layer `index` attends: all tokens, too, if that holds the context."""
+        layer = self.layers[index]
+        return Reach(*(n if n and n < self.max_position else 0 for n in (layer.window, layer.segment)))
 
     @property
-    def windows(self) -> tuple[int, ...]:
-        """The windows of the layers in tokens, each once; 0: all tokens."""
-        return tuple(dict.fromkeys(self.window(index) for index in range(len(self.layers))))
+    def reaches(self) -> tuple[Reach, ...]:
+        """How far back the layers attend, each once."""
+        return tuple(dict.fromkeys(self.reach(index) for index in range(len(self.layers))))
 
     @property
     def short_context(self) -> int:

@@ -185,7 +185,7 @@ def _num_seqs(config: EngineConfig, model: Decoder, formats: Sequence[KVFormat],
 def _groups(model: Decoder, max_model_len: int) -> LayerGroups:
     """Return which layers of the model share slots."""
     arch = model.arch
-    return LayerGroups.of([arch.window(layer) for layer in range(arch.num_layers)], max_model_len)
+    return LayerGroups.of([arch.reach(layer).most for layer in range(arch.num_layers)], max_model_len)
 
 
 def _capture_sizes(config: EngineConfig, limits: Limits) -> tuple[Sequence[int], Sequence[int]]:

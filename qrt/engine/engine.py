@@ -110,8 +110,8 @@ class Engine:
 
     @property
     def _windows(self) -> list[int]:
-        """The window of each layer, 0: all tokens."""
-        return [self.model.arch.window(layer) for layer in range(self.model.arch.num_layers)]
+        """The most tokens that each layer attends, 0: all."""
+        return [self.model.arch.reach(layer).most for layer in range(self.model.arch.num_layers)]
 
     def _layer_bytes(self, layer: int) -> int:
         """Return the bytes of one token in a layer."""

@@ -43,6 +43,7 @@ def attend_decodes(q: Tensor, step: StepMeta, kv: KVLayer, out: Tensor, scores: 
             scores.softcap,
             scores.slopes,
             scores.sinks,
+            scores.segment,
         )
 
 
@@ -70,6 +71,7 @@ def attend_chunks(
             scores.softcap,
             scores.slopes,
             scores.sinks,
+            scores.segment,
         )
 
 
@@ -108,4 +110,5 @@ def append(
         scores.slopes,
         scores.sinks,
         step.turns,
+        scores.segment,
     )

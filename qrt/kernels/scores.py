@@ -17,10 +17,11 @@ class Scores:
 
     scale      of q k^T
     window     tokens that a query attends, itself included; 0: all
-    plan       the index of `window` in `DecodeMeta.parts`
+    plan       the index of `window` and `segment` in `DecodeMeta.parts`
     softcap    c of c * tanh(score / c), on scaled scores; 0: none
     slopes     fp32 [Hq]: what each head's scores lose for each token of distance (ALiBi), or None
     sinks      fp32 [Hq]: a score of each head that joins the softmax and has no value (gpt-oss), or None
+    segment    a query attends no token before the last multiple of this (Llama 4); 0: all
     """
 
     scale: float
@@ -29,6 +30,13 @@ class Scores:
     softcap: float = 0.0
     slopes: Tensor | None = None
     sinks: Tensor | None = None
+    segment: int = 0
+
+    def first(self, query: Tensor) -> Tensor:
+        """Return the first token that queries at these positions attend; below 0 it is 0."""
+        if self.segment:
+            return query // self.segment * self.segment
+        return query - self.window + 1 if self.window else torch.zeros_like(query)
 
     @property
     def relative(self) -> bool:
@@ -44,17 +52,14 @@ def softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
     return torch.softmax(torch.cat((scores, sink), -1), -1)[..., :-1]
 
 
-def weigh(scores: Tensor, distance: Tensor, window: int, softcap: float, slopes: Tensor | None) -> Tensor:
+def weigh(scores: Tensor, query: Tensor, token: Tensor, rule: Scores, slopes: Tensor | None) -> Tensor:
     """Return scaled scores [..., L] as softmax takes them: capped, biased, and -inf where not seen.
 
-    distance   how many tokens each token is before the query, of a shape that fits `scores`
-    slopes     of each head, of a shape that fits `scores`, or None
+    query, token   the positions of both, of shapes that fit `scores`
+    slopes         of each head, of a shape that fits `scores`, or None
     """
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
+    if rule.softcap:
+        scores = rule.softcap * torch.tanh(scores / rule.softcap)
     if slopes is not None:
-        scores = scores - slopes * distance
-    hidden = distance < 0
-    if window:
-        hidden = hidden | (distance >= window)
-    return scores.masked_fill(hidden, -torch.inf)
+        scores = scores - slopes * (query - token)
+    return scores.masked_fill((token > query) | (token < rule.first(query)), -torch.inf)

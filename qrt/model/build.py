@@ -121,7 +121,7 @@ class _Ropes:
                 arch.short_context,
                 device,
             )
-            for key in {layer.rope for layer in arch.layers} | ({None} if arch.qk_norm == "after" else set())
+            for key in {layer.rope for layer in arch.layers} | ({None} if arch.turns_first else set())
         }
 
     def of(self, index: int) -> RopeTables:
@@ -130,14 +130,14 @@ class _Ropes:
 
     def behind(self, index: int) -> RopeTables:
         """Return what is left to turn behind `Attention.heads`."""
-        return self._tables[None] if self._arch.qk_norm == "after" else self.of(index)
+        return self._tables[None] if self._arch.turns_first else self.of(index)
 
 
 def _q_scale(arch: Arch, device: torch.device) -> Tensor | None:
     """Return the factor of q by position, fp32 [P], None where there is none."""
     if (spec := arch.q_scale) is None:
         return None
-    steps = torch.arange(arch.max_position, dtype=torch.float64) // spec.length
+    steps = (torch.arange(arch.max_position, dtype=torch.float64) + spec.first) // spec.length
     return (1 + spec.strength * torch.log1p(steps)).float().to(device)
 
 
@@ -173,7 +173,7 @@ class _Layer:
 
     def _heads(self) -> Heads:
         arch = self.arch
-        after = arch.qk_norm == "after" and arch.layers[self.index].rope is not None
+        after = arch.turns_first and arch.layers[self.index].rope is not None
         return Heads(
             arch.num_heads,
             arch.num_kv_heads,
@@ -183,19 +183,20 @@ class _Layer:
             k_norm=self._head_norm(arch.names.k_norm, arch.num_kv_heads),
             turned_first=self.ropes.of(self.index) if after else None,
             clip=arch.clip,
-            q_scale=self.ropes.q_scale,
+            q_scale=self.ropes.q_scale if arch.layers[self.index].q_scaled else None,
         )
 
     def _scores(self) -> Scores:
-        arch, window = self.arch, self.arch.window(self.index)
+        arch, reach = self.arch, self.arch.reach(self.index)
         slopes = torch.tensor(arch.alibi, dtype=torch.float32, device=self.weights.device)
         return Scores(
             arch.head_dim**-0.5 if arch.attention_scale is None else arch.attention_scale,
-            window,
-            arch.windows.index(window),
+            reach.window,
+            arch.reaches.index(reach),
             arch.softcap or 0.0,
             slopes if arch.alibi else None,
             self._sinks(),
+            reach.segment,
         )
 
     def _sinks(self) -> Tensor | None:
@@ -210,6 +211,8 @@ class _Layer:
         match arch.qk_norm:
             case "head" | "after":
                 return norm_layer(arch, weights, full, arch.head_dim, channels=channels)
+            case "unit" if arch.layers[self.index].rope is not None:
+                return RMSNorm(torch.ones(arch.head_dim, device=weights.device), arch.norm.eps)
             case "modules":
                 parts = [
                     norm_layer(arch, weights, f"{full}.norms.{i}", arch.head_dim, channels=channels)

@@ -135,7 +135,7 @@ def _norms(arch: Arch) -> Iterator[str]:
         return
     names = arch.names
     inside = [names.attention_in, names.attention_out, names.mlp_in, names.mlp_out]
-    inside += [] if arch.qk_norm is None else [*_head_norms(arch)]
+    inside += [] if arch.qk_norm in (None, "unit") else [*_head_norms(arch)]
     yield from (name for name in (names.norm, names.embed_norm) if name is not None)
     for index in range(arch.num_layers):
         yield from (f"{names.layers}.{index}.{name}" for name in inside if name is not None)

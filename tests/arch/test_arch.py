@@ -485,6 +485,8 @@ def test_an_empty_config_means_the_class_defaults(name):
         assert ours.max_position == getattr(truth, "max_position_embeddings", None) or truth.max_seq_len
     assert ours.tied_embeddings == truth.tie_word_embeddings
     for entry in ("intermediate_size", "ffn_dim", "ffn_hidden_size", "moe_intermediate_size"):
+        if hasattr(truth, f"{entry}_mlp"):  # Llama 4, of dense layers
+            entry += "_mlp"
         if isinstance(getattr(truth, entry, None), int) and not (ours.experts and entry.startswith("moe")):
             assert ours.intermediate_size == getattr(truth, entry), entry
     if isinstance(getattr(truth, "num_key_value_heads", None), int):
@@ -501,8 +503,8 @@ def test_an_empty_config_means_the_class_defaults(name):
 def test_a_window_of_the_whole_context_is_none():
     """Phi-3's 128k models say 262,144; without a window they keep the faster kernel of prompts."""
     wide = read("Mistral", {**SIZES, "sliding_window": 4096})
-    assert wide.layers[0].window == 4096 and wide.windows == (0,)
-    assert read("Mistral", {**SIZES, "sliding_window": 4095}).windows == (4095,)
+    assert wide.layers[0].window == 4096 and wide.reaches == ((0, 0),)
+    assert read("Mistral", {**SIZES, "sliding_window": 4095}).reaches == ((4095, 0),)
 
 
 @pytest.mark.parametrize("name, entry", [("BloomForCausalLM", "n_head"), ("MptForCausalLM", "n_heads")])

@@ -24,7 +24,7 @@ PUBLISHED = {  # of the 20B model
 
 def test_published_config():
     arch = read_arch(PUBLISHED, "model")
-    assert [arch.window(i) for i in range(4)] == [128, 0, 128, 0] and arch.num_layers == 24
+    assert [arch.reach(i).most for i in range(4)] == [128, 0, 128, 0] and arch.num_layers == 24
     assert arch.qkv_bias and arch.o_bias and arch.max_position == 131072
     experts = arch.experts
     assert all(layer.sparse for layer in arch.layers)

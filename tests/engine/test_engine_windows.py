@@ -19,7 +19,8 @@ from qrt.sampling_params import SamplingParams
 from zoo import WINDOW, make
 
 OUTPUT = 24
-NAMES = ["gemma2", "gemma3", "ministral", "cohere2", "mistral"]  # the last has no layer without a window
+# mistral has no layer without a window; llama4's attend segments of as many tokens
+NAMES = ["gemma2", "gemma3", "ministral", "cohere2", "gpt_oss", "llama4", "mistral"]
 
 
 def prompts():

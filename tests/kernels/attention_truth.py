@@ -59,7 +59,7 @@ def _turn(name: str, x: Tensor, matrix: Tensor) -> Tensor:
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, scale: float, window: int = 0, softcap: float = 0.0,
-    slopes: Tensor | None = None, sinks: Tensor | None = None,
+    slopes: Tensor | None = None, sinks: Tensor | None = None, segment: int = 0,
 ) -> Tensor:  # fmt: skip
     """q [n, Hq, D], the last n of the positions of k, v [L, Hkv, D], causally -> [n, Hq, D] fp64."""
     n, group = len(q), q.shape[1] // k.shape[1]
@@ -70,10 +70,11 @@ def attend(
     hidden = torch.ones(n, len(k), dtype=torch.bool, device=q.device).triu(len(k) - n + 1)
     if window:
         hidden |= torch.ones_like(hidden).tril(len(k) - n - window)
+    token = torch.arange(len(k), device=q.device)
+    if segment:
+        hidden |= token // segment != token[-n:, None] // segment
     if slopes is not None:
-        ahead = (
-            torch.arange(len(k), device=q.device) - torch.arange(len(k) - n, len(k), device=q.device)[:, None]
-        )
+        ahead = token - token[-n:, None]
         scores = scores + slopes.double()[:, None, None] * ahead
     scores = scores.masked_fill(hidden, -torch.inf)
     if sinks is not None:  # a key of that score whose value is 0

@@ -42,7 +42,7 @@ decode_attention(q, kv, table, index, index, parts, out, name, 0.1, False, *rule
 prefill_attention(q, k, v, kv, table, *chunk, name, 0.1, *rule)
 for n in (1, 48):
     for decodes in (n, 0):
-        token_inputs(index[:n].repeat(3, 1), index, index.long(), table, decodes, 8, 12, [0])
+        token_inputs(index[:n].repeat(3, 1), index, index.long(), table, decodes, 8, 12, [0], [0])
 """
 
 

@@ -1,4 +1,4 @@
-"""Windows, caps, ALiBi and sinks in the attention kernels, against their definitions in fp64."""
+"""Windows, segments, caps, ALiBi and sinks in the attention kernels, against their definitions in fp64."""
 
 import pytest
 import torch
@@ -17,36 +17,45 @@ FORMATS = pytest.mark.parametrize("name", KV_FORMATS)
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.03125])
 SINKS = torch.tensor([1.5, -3.0, 200.0, 0.0])  # 2^(200 * 1.44) is beyond fp32
 RULES = pytest.mark.parametrize(
-    "window, softcap, alibi, sinks",
+    "window, softcap, alibi, sinks, segment",
     [
-        (1, 0, False, False),
-        (17, 0, False, False),
-        (64, 3.0, False, False),
-        (129, 0, True, False),
-        (0, 2.5, False, False),
-        (0, 0, True, False),
-        (0, 0, False, True),
-        (128, 0, False, True),
-        (500, 4.0, True, True),
+        (1, 0, False, False, 0),
+        (17, 0, False, False, 0),
+        (64, 3.0, False, False, 0),
+        (129, 0, True, False, 0),
+        (0, 2.5, False, False, 0),
+        (0, 0, True, False, 0),
+        (0, 0, False, True, 0),
+        (128, 0, False, True, 0),
+        (500, 4.0, True, True, 0),
+        (0, 0, False, False, 1),
+        (0, 0, False, False, 16),
+        (0, 2.5, False, True, 50),
+        (0, 0, False, False, 128),
     ],
-    ids=["itself", "window", "window-cap", "window-alibi", "cap", "alibi", "sinks", "window-sinks", "all"],
-)
+    ids=[
+        "itself", "window", "window-cap", "window-alibi", "cap", "alibi", "sinks", "window-sinks", "all",
+        "segments-of-one", "segments", "segments-cap-sinks", "segments-of-tiles",
+    ],
+)  # fmt: skip
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
-def rule_of(window, softcap, alibi, sinks, device):
-    return window, float(softcap), SLOPES.to(device) if alibi else None, SINKS.to(device) if sinks else None
+def rule_of(window, softcap, alibi, sinks, segment, device):
+    slopes, sinks = SLOPES.to(device) if alibi else None, SINKS.to(device) if sinks else None
+    return window, float(softcap), slopes, sinks, segment
 
 
 @pytest.mark.ptx(name=["int8"], window=[64, 128, 500], attention=[decode])
+@pytest.mark.ptx(name=["int8"], segment=[50], attention=[decode])
 @RULES
 @FORMATS
 @pytest.mark.parametrize("attention", [decode_ref, decode], ids=["ref", "triton"])
-def test_decode(device, attention, name, window, softcap, alibi, sinks):
+def test_decode(device, attention, name, window, softcap, alibi, sinks, segment):
     lens = [1, 16, 130, 333]
     held, q = cache(name, lens, 2, 64, DTYPE, device), queries(4, 4, 64, DTYPE, device, name)
-    rule = rule_of(window, softcap, alibi, sinks, device)
-    parts = plan_parts(held.rows, held.kv_lens, 2, 8, window)
+    rule = rule_of(window, softcap, alibi, sinks, segment, device)
+    parts = plan_parts(held.rows, held.kv_lens, 2, 8, window, segment)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     where = held.slot_table, held.rows, held.kv_lens, parts, out
     attention.decode_attention(q, held.buffers, *where, name, 0.4, True, *rule)
@@ -56,45 +65,50 @@ def test_decode(device, attention, name, window, softcap, alibi, sinks):
 
 @RULES
 @pytest.mark.parametrize("name", [name for name in KV_FORMATS if KV_FORMATS[name].appends])
-def test_append(device, name, window, softcap, alibi, sinks):
+def test_append(device, name, window, softcap, alibi, sinks, segment):
     """Each request's newest token is stored and attended with the others."""
     lens = [2, 60, 200]
     held = cache(name, lens, 2, 64, DTYPE, device)
     q, k, v = torch.randn(3, 3, 4, 64, generator=torch.Generator().manual_seed(1)).to(device, DTYPE)
     k, v = k[:, :2], v[:, :2]
     still = torch.zeros(max(lens), 32, device=device)
-    rule = rule_of(window, softcap, alibi, sinks, device)
-    parts = plan_parts(held.rows, held.kv_lens, 2, 8, window)
+    rule = rule_of(window, softcap, alibi, sinks, segment, device)
+    parts = plan_parts(held.rows, held.kv_lens, 2, 8, window, segment)
     out = torch.empty(3, 4, 64, dtype=DTYPE, device=device)
     where = held.slot_table, held.rows, held.kv_lens, parts
     decode.append_attention(
-        q, k, v, still.cos(), still.sin(), held.buffers, None, *where, [out], name, 0.4, *rule
-    )
+        q, k, v, still.cos(), still.sin(), held.buffers, None, *where, [out], name, 0.4, *rule[:4], None,
+        segment,
+    )  # fmt: skip
     turned = to_basis(name, q)
     want = [from_basis(name, attend(turned[i : i + 1], *held.decoded(i), 0.4, *rule)) for i in range(3)]
     assert error(out, torch.cat(want)) < max(bound(name, DTYPE), 4e-3)
 
 
 @pytest.mark.ptx(name=["int8"], window=[64, 128, 500], attention=[prefill], attend_cache=[False])
+@pytest.mark.ptx(name=["int8"], segment=[50, 128], attention=[prefill], attend_cache=[False])
 @RULES
 @pytest.mark.parametrize("attend_cache", [False, True], ids=["raw", "cached"])
 @pytest.mark.parametrize("name", ["fp16", "int8", "int4"])
 @pytest.mark.parametrize("attention", [prefill_ref, prefill], ids=["ref", "triton"])
-def test_prefill(device, attention, name, attend_cache, window, softcap, alibi, sinks):
+def test_prefill(device, attention, name, attend_cache, window, softcap, alibi, sinks, segment):
     """No prefix, a prefix within and beyond the window, chunks shorter and longer than it."""
     case = chunks(name, [90, 275, 64, 1], [90, 45, 1, 1], 4, 2, 64, DTYPE, device)
-    rule = rule_of(window, softcap, alibi, sinks, device)
+    rule = rule_of(window, softcap, alibi, sinks, segment, device)
     got = case.run(attention.prefill_attention, attend_cache, rule)
     want = case.truth(attend_cache, lambda q, k, v, scale: attend(q, k, v, scale, *rule))
     assert error(got, want) < bound(name, DTYPE)
 
 
-@pytest.mark.parametrize("window", [1, 63, 64, 1000])
-def test_parts_cover_the_window(device, window):
+@pytest.mark.parametrize(
+    "window, segment", [(1, 0), (63, 0), (64, 0), (1000, 0), (0, 1), (0, 64), (0, 700), (0, 9999)]
+)
+def test_parts_cover_what_is_attended(device, window, segment):
     """The parts of a request hold its last tokens, each once and in order."""
     lens = torch.tensor([1, 64, 700, 5000, 0, -1], dtype=torch.int32, device=device)
-    parts = plan_parts(torch.arange(6, device=device).int(), lens, 2, 8, window)
+    parts = plan_parts(torch.arange(6, device=device).int(), lens, 2, 8, window, segment)
     for request, length in enumerate(lens.tolist()):
         own = parts[parts[:, 0] == request][:, 2:4].tolist()
         seen = [token for start, end in own for token in range(start, end)]
-        assert seen == list(range(max(length - window, 0), max(length, 0)))
+        first = (length - 1) // segment * segment if segment else length - window
+        assert seen == list(range(max(first, 0), max(length, 0)))

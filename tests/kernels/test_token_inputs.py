@@ -27,8 +27,8 @@ def test_tables_are_read_and_parts_planned(device, inputs, tokens, longest):
     given = torch.rand(tokens, generator=gen) < 0.5
     position, ids = torch.where(given, position, -1), torch.where(given, ids, -1)
     each = tuple(x.to(device) for x in (torch.stack((rows, position, ids)), length, last, table))
-    windows = [0, 100, 4096]
-    got = inputs(*each, decodes, 8, 8, windows)
+    windows, segments = [0, 100, 4096, 0, 0], [0, 0, 0, 100, 128]
+    got = inputs(*each, decodes, 8, 8, windows, segments)
     lens = [int(p) + 1 if p >= 0 else int(length[r]) for r, p in zip(rows, position, strict=True)]
     places = [max(n - 1, 0) for n in lens]
     assert got[0].tolist() == [int(i if i >= 0 else last[r]) for i, r in zip(ids, rows, strict=True)]
@@ -39,8 +39,8 @@ def test_tables_are_read_and_parts_planned(device, inputs, tokens, longest):
     if not decodes:
         assert not got[4].numel()
         return
-    for window, planned in zip(windows, got[4], strict=True):
-        parts = plan_parts(each[0][0, :decodes], got[3], 8, 8, window)
+    for window, segment, planned in zip(windows, segments, got[4], strict=True):
+        parts = plan_parts(each[0][0, :decodes], got[3], 8, 8, window, segment)
         assert planned.shape == parts.shape
         live = parts[:, 0] >= 0
         assert torch.equal(planned[:, 0], parts[:, 0]) and torch.equal(planned[live, :6], parts[live, :6])
@@ -68,7 +68,7 @@ def test_tables_are_advanced(device, advance, count):
 def test_the_operator_is_registered_as_it_behaves(device):
     args = [torch.zeros(3, 3, dtype=torch.int32, device=device)]
     args += [torch.ones(2, dtype=torch.int32, device=device), torch.ones(2, dtype=torch.int64, device=device)]
-    args += [torch.zeros(2, 64, dtype=torch.int32, device=device), 2, 2, 4, [0, 64]]
+    args += [torch.zeros(2, 64, dtype=torch.int32, device=device), 2, 2, 4, [0, 64, 0], [0, 0, 64]]
     check_operator("token_inputs", args)
     args = [torch.arange(2, device=device), torch.ones(2, dtype=torch.int64, device=device), None]
     args += [torch.ones(2, dtype=torch.int64, device=device), torch.ones(2, dtype=torch.int32, device=device)]

@@ -79,8 +79,8 @@ class Requests:
         at = self._ints(rows)
         heads_per_sm = self.storage.heads_per_sm(len(rows), self.model.arch.num_heads)
         heads = self.model.arch.num_kv_heads
-        windows = self.model.arch.windows
-        parts = [plan_parts(at, kv_lens, heads, heads_per_sm, window) for window in windows]
+        reaches = self.model.arch.reaches
+        parts = [plan_parts(at, kv_lens, heads, heads_per_sm, *reach) for reach in reaches]
         return DecodeMeta(at, kv_lens, parts, newest=True)
 
     def _prefill(self, decodes: int, chunks: list[tuple[int, int]]) -> PrefillMeta:

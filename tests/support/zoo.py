@@ -36,6 +36,8 @@ LONG |= {"long_factor": [1.0 + i / 4 for i in range(16)]}
 EXPERTS = {"num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8, "num_experts_per_tok": 2}
 EXPERTS |= {"moe_intermediate_size": 96}
 GROUPS = {"first_k_dense_replace": 1, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
+LLAMA4 = {"num_local_experts": 8, "num_experts_per_tok": 1, "intermediate_size": 96, "floor_scale": 8}
+LLAMA4 |= {"intermediate_size_mlp": 192, "interleave_moe_layer_step": 2, "attention_chunk_size": WINDOW}
 GRANITE = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.03}
 
 
@@ -70,6 +72,8 @@ MODELS: dict[str, Model] = {
     "llama": Model("llama", {"attention_bias": True, "mlp_bias": True}),
     "llama-yarn": Model("llama", {"rope_parameters": YARN}),
     "llama-dynamic": Model("llama", {"rope_parameters": YARN | {"rope_type": "dynamic"}}),
+    "llama4": Model("llama4_text", LLAMA4),
+    "llama4-maverick": Model("llama4_text", LLAMA4 | {"use_qk_norm": False, "moe_layers": [0, 3]}),
     "mistral": Model("mistral", {"sliding_window": WINDOW}),
     "ministral": Model("ministral", MIXED),
     "ministral3": Model("ministral3", {"rope_parameters": YARN | {
@@ -132,6 +136,7 @@ MODELS: dict[str, Model] = {
     "llava_onevision": text("llava_onevision", "qwen2", "siglip_vision_model"),
     "mistral3": text("mistral3", "mistral", "pixtral"),
     "gemma3-images": text("gemma3", "", "siglip_vision_model", **MIXED),
+    "llama4-images": text("llama4", "", "llama4_vision_model", **LLAMA4),
     "qwen2_vl": text("qwen2_vl", rope_parameters=POSITIONS),
     "qwen2_5_vl": text("qwen2_5_vl", rope_parameters=POSITIONS),
     "qwen3_vl": text("qwen3_vl", rope_parameters=POSITIONS | {"mrope_interleaved": True}),

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from qrt.arch import Arch
+from qrt.arch.layer import Reach
 from qrt.layers.rope import RopeTables, rope_tables, turn
 
 
@@ -30,25 +31,34 @@ class Around(NamedTuple):
 def around(arch: Arch, seqlen: int, device: torch.device) -> list[Around]:
     """Return what each layer reads for windows of `seqlen` tokens; layers of a kind share it."""
     positions = torch.arange(seqlen, device=device)
-    q_scale = None
-    if arch.q_scale is not None:
-        q_scale = 1 + arch.q_scale.strength * torch.log1p(positions // arch.q_scale.length)
+    q_scale, spec = None, arch.q_scale
+    if spec is not None:
+        q_scale = 1 + spec.strength * torch.log1p((positions + spec.first) // spec.length)
     ropes = {
         key: rope_tables(rope.of_length(seqlen), arch.head_dim, seqlen, device)
         for key, rope in arch.ropes.items()
     }
-    masks = {window: _mask(arch, window, positions) for window in arch.windows}
+    masks = {reach: _mask(arch, reach, positions) for reach in arch.reaches}
     return [
-        Around(positions, None if layer.rope is None else ropes[layer.rope], masks[arch.window(i)], q_scale)
+        Around(
+            positions,
+            None if layer.rope is None else ropes[layer.rope],
+            masks[arch.reach(i)],
+            q_scale if layer.q_scaled else None,
+        )
         for i, layer in enumerate(arch.layers)
     ]
 
 
-def _mask(arch: Arch, window: int, positions: Tensor) -> Tensor | None:
+def _mask(arch: Arch, reach: Reach, positions: Tensor) -> Tensor | None:
     behind = positions[:, None] - positions  # how far each query is behind each token
+    seen = behind >= 0
+    if reach.window:
+        seen &= behind < reach.window
+    if reach.segment:
+        seen &= positions[:, None] // reach.segment == positions // reach.segment
     if not arch.alibi:
-        return (behind >= 0) & (behind < window) if 0 < window < len(positions) else None
-    seen = (behind >= 0) & ((behind < window) if window else True)
+        return seen if 0 < reach.most < len(positions) else None
     slopes = torch.tensor(arch.alibi, device=positions.device)
     return (-behind * slopes[:, None, None]).masked_fill(~seen, float("-inf"))
 

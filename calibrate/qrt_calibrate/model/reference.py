@@ -22,6 +22,11 @@ from qrt_calibrate.model.mixture import Mixture
 from qrt_calibrate.model.norms import Norm, head_norm
 
 
+def _head_norms(arch: Arch) -> tuple[str, ...]:
+    """Return the names of the norms over q and k that have weights."""
+    return () if arch.qk_norm in (None, "unit") else (arch.names.q_norm, arch.names.k_norm)
+
+
 class Attention(Block):
     """The attention of layer `index`, whose names begin with `prefix`."""
 
@@ -35,15 +40,14 @@ class Attention(Block):
         self.add(self._o, prefix)
         order = self._qkv.order
         self.register_buffer("order", None if order is None else order.to(device), persistent=False)
-        self._after = arch.qk_norm == "after"
+        self._after, self._unit = arch.turns_first, arch.qk_norm == "unit" and arch.layers[index].rope
         channels = head_channels(arch, index)
         channels = None if channels is None else channels.to(device)
         layer, self._norms = f"{arch.names.layers}.{index}.", list[str]()
         self._sinks = None if arch.names.sinks is None else f"{layer}{arch.names.sinks}".removeprefix(prefix)
         if self._sinks is not None:
             nest_parameter(self, self._sinks, arch.num_heads)
-        names = (arch.names.q_norm, arch.names.k_norm) if arch.qk_norm else ()
-        for name, heads in zip(names, (arch.num_heads, arch.num_kv_heads), strict=False):
+        for name, heads in zip(_head_norms(arch), (arch.num_heads, arch.num_kv_heads), strict=False):
             self._norms.append(f"{layer}{name}".removeprefix(prefix))
             nest(self, self._norms[-1], head_norm(arch, heads, f"{name}.bias" in stored, channels))
 
@@ -60,6 +64,8 @@ class Attention(Block):
         q, k = (turned(part, at) for part in (q, k)) if self._after else (q, k)
         if self._norms:
             q, k = (self.get_submodule(name)(own) for name, own in zip(self._norms, (q, k), strict=True))
+        if self._unit:
+            q, k = (F.rms_norm(own, own.shape[-1:], eps=arch.norm.eps) for own in (q, k))
         if at.q_scale is not None:
             q = q * at.q_scale[:, None, None]
         q, k = (q, k) if self._after else (turned(part, at) for part in (q, k))
@@ -99,7 +105,7 @@ class ReferenceLayer(nn.Module):
         self._arch, names, layer = arch, arch.names, f"{arch.names.layers}.{index}."
         found = stacks(arch, index)
         attention = [*found["qkv"].modules, *found["o"].modules]
-        attention += [f"{layer}{name}" for name in (names.q_norm, names.k_norm)] if arch.qk_norm else []
+        attention += [f"{layer}{name}" for name in _head_norms(arch)]
         self.attend = self._placed(
             layer, prefix := block_prefix(attention), Attention(arch, index, prefix, stored, device)
         )

@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from qrt.arch.base import Arch, Layer, Norm
+from qrt.arch.base import Arch, Norm
 from qrt.arch.entries import MAX_LAYERS, Entries, number, positive, token_ids, typed
 from qrt.arch.experts import Experts
+from qrt.arch.layer import Layer
 from qrt.arch.rope import rope
 from qrt.errors import CheckpointError, UnsupportedError
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from qrt.arch.base import Arch, QScale
+from qrt.arch.base import Arch
 from qrt.arch.entries import MAX_LAYERS, Entries, number, positive
 from qrt.arch.experts import Experts, Router
 from qrt.arch.families.llama import llama, sparse, windows
+from qrt.arch.layer import QScale
 from qrt.arch.rope import parameters
 
 DEFAULTS = {"intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072}

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from qrt.arch.base import Arch, Layer, Names, Norm
+from qrt.arch.base import Arch, Names, Norm
 from qrt.arch.entries import MAX_LAYERS, Entries, expect, number, positive, typed
 from qrt.arch.experts import Experts, Router
 from qrt.arch.families.llama import full, llama, sparse, windows
+from qrt.arch.layer import Layer
 
 DEFAULTS = {
     "vocab_size": 151936,

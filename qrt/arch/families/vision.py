@@ -8,6 +8,7 @@ from dataclasses import replace
 from qrt.arch.base import Arch
 from qrt.arch.entries import Entries, typed
 from qrt.arch.families import gemma, qwen
+from qrt.arch.families import llama4 as llama4_family
 from qrt.arch.families import mistral as mistral_family
 from qrt.arch.families.llama import llama
 from qrt.errors import UnsupportedError
@@ -49,6 +50,11 @@ def _named(c: Entries, default: str) -> Arch:
 def gemma3(c: Entries) -> Arch:
     """Gemma 3 from 4B on."""
     return _inside(_read(_text(c), gemma.gemma3))
+
+
+def llama4(c: Entries) -> Arch:
+    """Llama 4 Scout and Maverick."""
+    return _inside(_read(_text(c), llama4_family.llama4))
 
 
 def qwen2_vl(c: Entries) -> Arch:

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from qrt.arch.layer import Reach
 from qrt.engine.schedule.plan import Plan
 from qrt.engine.step.adjustments import Adjustments
 from qrt.engine.step.sample_batch import SampleBatch, sample_arrays
@@ -45,12 +46,12 @@ def build(
     num_kv_heads: int,
     attend_cache: bool,
     heads_per_sm: int,
-    windows: Sequence[int],
+    reaches: Sequence[Reach],
 ) -> Batch:
     """Make the tensors of a step: first its decodes, then its chunks.
 
     The table must know the plan's `admitted` and `placed`. `heads_per_sm` is that of `plan_parts`,
-    `windows` are the model's.
+    `reaches` are the model's.
     """
     chunks = chunks_of(plan, queries, attend_cache=attend_cache)
     arrays = {**_token_arrays(plan), **sample_arrays(plan, adjustments)}
@@ -68,7 +69,7 @@ def build(
         rows.append(decoding)
         tokens.append(table.last_token[decoding])
         positions.append(kv_lens - 1)
-        parts = [plan_parts(decoding, kv_lens, num_kv_heads, heads_per_sm, window) for window in windows]
+        parts = [plan_parts(decoding, kv_lens, num_kv_heads, heads_per_sm, *reach) for reach in reaches]
         decode = DecodeMeta(decoding, kv_lens, parts, newest=True)
     if plan.chunks:
         table.length[sent["chunk rows"]] = sent["chunk_ends"]

@@ -175,7 +175,7 @@ class TokenSteps:
         kinds = [
             (
                 self._kv.layer(i).format,
-                layer.attention.scores.window,
+                layer.attention.scores.plan,
                 *(linear.scheme for linear in layer.linears()),
             )
             for i, layer in enumerate(self._model.layers)

@@ -46,7 +46,7 @@ class PaddedInputs:
         self._rows, self._kv, self._table, self._queries = rows, kv, table, model.queries
         self._num_cached, self._attend_cache = num_cached, attend_cache
         self._num_heads, self._num_kv_heads = model.arch.num_heads, model.arch.num_kv_heads
-        self._windows = model.arch.windows
+        self._windows, self._segments = zip(*model.arch.reaches, strict=True)
         chunks, tiles = self.num_chunks(tokens), self.num_tiles(tokens)
         length = 3 * rows + 3 * tokens + 4 * chunks + 2 + FIELDS * tiles
         self._all = torch.zeros(length, dtype=torch.int32, device=table.device)
@@ -114,6 +114,7 @@ class PaddedInputs:
             self._num_kv_heads,
             self._kv.heads_per_sm(decodes, self._num_heads) if decodes else 1,
             self._windows,
+            self._segments,
         )
         decode = DecodeMeta(inputs[0, :decodes], kv_lens, parts.unbind(), newest=True) if decodes else None
         return ids, positions, slots, table.turns(inputs[0], positions), decode

@@ -104,7 +104,7 @@ class Runner:
             num_kv_heads=self.model.arch.num_kv_heads,
             attend_cache=self.attend_cache,
             heads_per_sm=self.kv.heads_per_sm(len(plan.decodes), self.model.arch.num_heads),
-            windows=self.model.arch.windows,
+            reaches=self.model.arch.reaches,
         )
         if self.timeline is not None:
             self.timeline.begin()

@@ -1,12 +1,12 @@
 """`decode_attention` and `append_attention`: one query token per request attends its request's cached tokens.
 
 decode_attention(q, kv, slot_table, rows, kv_lens, parts, out, format, scale, newest=False, window=0,
-                 softcap=0.0, slopes=None, sinks=None)
+                 softcap=0.0, slopes=None, sinks=None, segment=0)
 
 q            [B, Hq, D] in the basis of the cache; heads contiguous, any token stride
 kv           the layer's buffers, in the order of `KVFormat.buffers`
 slot_table   int32 [R, L]: row r, column p holds the slot of position p of the request in row r; positions
-             before the window need not have one
+             that are not attended need not have one
 rows         int32 [B]: each request's row of the table
 kv_lens      int32 [B]: tokens to attend; 0 writes zeros, -1 writes nothing
 parts        int32 [P, 8]: how the tokens are cut into parts (`plan`)
@@ -17,11 +17,13 @@ window       only the last `window` tokens are attended; 0: all. The kernel take
 softcap      c: scaled scores become c * tanh(score / c); 0: they stay
 slopes       fp32 [Hq]: what each head's scores lose for each token of distance (ALiBi), or None
 sinks        fp32 [Hq]: a score of each head that joins the softmax and has no value, or None
+segment      tokens before the last multiple of this that is not beyond the query are not attended; 0: all
+             are. As for `window`, the kernel takes them from `parts`
 
 Query head h reads KV head h // (Hq/Hkv).
 
 append_attention(q, k, v, cos, sin, kv, smoothing, slot_table, rows, kv_lens, parts, out, format, scale,
-                 window=0, softcap=0.0, slopes=None, sinks=None, turns=None)
+                 window=0, softcap=0.0, slopes=None, sinks=None, turns=None, segment=0)
 
 Does `kv_write` of each request's newest token and then `decode_attention`, in one launch. q [B, Hq, D] and
 k, v [B, Hkv, D] are given before RoPE and stay as they are. The token has position kv_lens - 1 and that

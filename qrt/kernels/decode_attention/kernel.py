@@ -335,6 +335,7 @@ def decode_attention(
     softcap: float = 0.0,
     slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    segment: int = 0,
 ) -> None:
     """See the package's docstring."""
     B, Hq, D = q.shape
@@ -363,6 +364,7 @@ def append_attention(
     slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     turns: Tensor | None = None,
+    segment: int = 0,
 ) -> None:
     """See the package's docstring."""
     refuse_others(format)

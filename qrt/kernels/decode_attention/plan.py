@@ -36,18 +36,20 @@ def max_cuts(requests: int) -> int:
 
 
 def plan_parts(
-    rows: Tensor, kv_lens: Tensor, num_kv_heads: int, heads_per_sm: int, window: int = 0
+    rows: Tensor, kv_lens: Tensor, num_kv_heads: int, heads_per_sm: int, window: int = 0, segment: int = 0
 ) -> Tensor:
     """Return the parts of requests with kv_lens int32 [B] tokens at rows int32 [B]: [max_parts, FIELDS].
 
-    With a `window` above 0 only the last `window` tokens of a request are in its parts.
+    With a `window` above 0 only the last `window` tokens of a request are in its parts, with a `segment` only
+    those of the newest token's segment.
 
     Candidate lengths cut the longest request evenly; the one that finishes first is chosen. Programs run in
     waves of as many as the GPU holds (`DecodeBlock.heads_per_sm`), and a nearly empty last wave costs as much
     as a full one. This runs on the device without a sync, once per step for all layers.
     """
-    if window:
-        seen = kv_lens.clamp(max=window)
+    if window or segment:
+        passed = (kv_lens - 1).clamp(min=0) // segment * segment if segment else kv_lens - window
+        seen = kv_lens - passed.clamp(min=0)
         parts = plan_parts(rows, seen, num_kv_heads, heads_per_sm)
         parts[:, 2:4] += (kv_lens - seen)[parts[:, 0].clamp(min=0).long(), None] if len(rows) else 0
         return parts

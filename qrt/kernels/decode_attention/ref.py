@@ -31,6 +31,7 @@ def decode_attention(
     softcap: float = 0.0,
     slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    segment: int = 0,
 ) -> None:
     """See the package's docstring; `parts` and `newest` do not matter here."""
     longest = int(kv_lens.max()) if len(kv_lens) else 0
@@ -38,7 +39,7 @@ def decode_attention(
     attending = (kv_lens >= 0).nonzero()[:, 0]
     for part in attending.split(many) if len(attending) else ():
         slots = slot_table[rows[part], : int(kv_lens[part].max())]
-        rule = Scores(scale, window, softcap=softcap, slopes=slopes, sinks=sinks)
+        rule = Scores(scale, window, softcap=softcap, slopes=slopes, sinks=sinks, segment=segment)
         out[part] = _attend(q[part], kv, slots, kv_lens[part], format, rule).to(out.dtype)
 
 
@@ -48,8 +49,8 @@ def _attend(
     """Return fp32 [B, Hq, D]: q [B, Hq, D] attends the first kv_lens [B] of slots [B, L]."""
     fmt = KV_FORMATS[format]
     B, L = slots.shape
-    distance = kv_lens[:, None] - 1 - torch.arange(L, device=q.device)
-    live = (distance >= 0) & (distance < (rule.window or L))
+    query, token = kv_lens[:, None] - 1, torch.arange(L, device=q.device)
+    live = (token <= query) & (token >= rule.first(query))
     own = slots.gather(1, (kv_lens.long() - 1).clamp(min=0)[:, None])[:, :L] if L else slots
     # entries past the end need not be slots, nor those before the window
     slots = slots.where(live, own.where(kv_lens[:, None] > 0, 0))
@@ -57,7 +58,7 @@ def _attend(
     queries = q.float().unflatten(1, (k.shape[1], -1))  # [B, Hkv, G, D]
     slopes = None if rule.slopes is None else rule.slopes.view(k.shape[1], -1, 1)
     scores = queries @ k.mT * rule.scale
-    scores = weigh(scores, distance[:, None, None], rule.window, rule.softcap, slopes)
+    scores = weigh(scores, query[:, None, None], token, rule, slopes)
     sinks = None if rule.sinks is None else rule.sinks.view(k.shape[1], -1)
     values = fmt.from_basis((softmax(scores, sinks) @ v).flatten(1, 2))
     return values.masked_fill(~live.any(1)[:, None, None], 0.0)
@@ -83,6 +84,7 @@ def append_attention(
     slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     turns: Tensor | None = None,
+    segment: int = 0,
 ) -> None:
     """See the package's docstring."""
     refuse_others(format)
@@ -95,7 +97,7 @@ def append_attention(
     turned = q.clone()
     turned[live] = queries
     attended = out[0] if len(out) == 1 else torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    rule = window, softcap, slopes, sinks
+    rule = window, softcap, slopes, sinks, segment
     decode_attention(turned, kv, slot_table, rows, kv_lens, parts, attended, format, scale, True, *rule)
     if len(out) == 2:
         Digits(out[0], out[1], len(q)).write(attended.flatten(1))

@@ -1,7 +1,7 @@
 """`prefill_attention`: packed chunks of prompts attend their cached tokens and themselves, causally.
 
 prefill_attention(q, k, v, kv, slot_table, rows, query_start, cached_start, tiles, out, num_cached,
-                  attend_cache, format, scale, window=0, softcap=0.0, slopes=None, sinks=None)
+                  attend_cache, format, scale, window=0, softcap=0.0, slopes=None, sinks=None, segment=0)
 
 q [T, Hq, D], k, v [T, Hkv, D]   as `kv_write` leaves them: after RoPE and in the basis of the cache; heads
                                  contiguous, any token stride
@@ -16,8 +16,8 @@ attend_cache   False: the cached positions are a chunk's prefix, and it attends 
                True: they are its whole context, the chunk included, and its own k and v are not read, so that
                a perplexity includes what the format loses
 
-window, softcap, slopes and sinks are those of `decode_attention`. Tiles of keys that no query of a program
-sees are skipped. With slopes the portable kernel runs, on Hopper too.
+window, softcap, slopes, sinks and segment are those of `decode_attention`. Tiles of keys that no query of a
+program sees are skipped. With slopes or segments the portable kernel runs, on Hopper too.
 
 The kernels round what they read from the cache to q's dtype. If q is bf16 and the format is quantized, they
 round both to fp16 instead, since bf16 would round as coarsely as int8 does. fp16 ends at 65504; larger values

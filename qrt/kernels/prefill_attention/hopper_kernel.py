@@ -191,12 +191,13 @@ def fits(q: Tensor, k: Tensor, v: Tensor, rule: Scores) -> bool:
     """Return whether `hopper_prefill` takes q [T, Hq, D] and k, v [T, Hkv, D] by this rule.
 
     It needs a 16-bit dtype, a D of 64 or 128, tokens that the copy engine can read, and a GPU with wgmma. It
-    has windows, softcaps and sinks, but no slopes.
+    has windows, softcaps and sinks, but neither slopes nor segments.
     """
     D = q.shape[2]
     return (
         is_hopper(q.device)
         and rule.slopes is None
+        and not rule.segment
         and q.dtype in DTYPES
         and D in (64, 128)
         and all(_is_readable(x, D) for x in (q, k, v))

@@ -103,14 +103,14 @@ def _load_heads(rows, dims, live, real, D: tl.constexpr, MASKED: tl.constexpr):
 
 @triton.jit
 def _attend_tiles(
-    q, k, v, stride_k, stride_v, first, end, position, state, scale, softcap, slope, dims, real,
-    D: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, MASKED: tl.constexpr, WINDOW: tl.constexpr,
+    q, k, v, stride_k, stride_v, first, end, position, low, state, scale, softcap, slope, dims, real,
+    D: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, MASKED: tl.constexpr, LIMITED: tl.constexpr,
 ):  # fmt: skip
     """Go on from `state` through keys first to end-1, in base 2 and fp32.
 
     These are whole tiles that every row sees or, if MASKED, any number of keys, of which row r sees those up
-    to position[r] and, with a WINDOW, behind position[r] - WINDOW. Without one every row must see a key of
-    the first tile it meets, or its m stays -inf.
+    to position[r] and, if LIMITED, from low[r] on. If not, every row must see a key of the first tile it
+    meets, or its m stays -inf.
     """
     m, l, acc = state
     column = tl.arange(0, TILE)
@@ -126,11 +126,11 @@ def _attend_tiles(
             scores += (key[None, :] - position[:, None]).to(tl.float32) * (slope / scale)[:, None]
         if MASKED:
             seen = (key[None, :] <= position[:, None]) & live[None, :]
-            if WINDOW > 0:
-                seen &= key[None, :] > position[:, None] - WINDOW
+            if LIMITED:
+                seen &= key[None, :] >= low[:, None]
             scores = tl.where(seen, scores, -float("inf"))
         m_new = tl.maximum(m, tl.max(scores, 1) * scale)
-        if MASKED and WINDOW > 0:  # a row may have seen no key yet
+        if MASKED and LIMITED:  # a row may have seen no key yet
             highest = tl.where(m_new == -float("inf"), 0.0, m_new)
         else:
             highest = m_new
@@ -146,47 +146,62 @@ def _attend_tiles(
 
 @triton.jit
 def _attend(
-    q, k, v, stride_k, stride_v, free, end, position, lowest, highest, state, scale, softcap, slope, dims,
-    real,
-    D: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, WINDOW: tl.constexpr,
+    q, k, v, stride_k, stride_v, free, end, position, lows, state, scale, softcap, slope, dims, real,
+    D: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, LIMITED: tl.constexpr,
 ):  # fmt: skip
-    """Go on from `state` through keys 0 to end-1; rows are at position [M], lowest to highest.
+    """Go on from `state` through keys 0 to end-1; rows are at position [M].
 
-    Every row sees the first `free` keys, and row r those up to position[r]; with a WINDOW none up to
-    position[r] - WINDOW. Masks take time, so only the last
+    Every row sees the first `free` keys, and row r those up to position[r]; if LIMITED none before the first
+    of `lows` [M], of which the others are the least and the greatest. Masks take time, so only the last
     tiles have them. The masked tiles go first, and every row sees key free-1 in them: if they came after the
     others, ptxas would make every wgmma of the kernel wait for the one before (warning C7515).
     """
     whole = tl.maximum(free - 1, 0) // TILE * TILE
-    begin, all_see = 0, 0
-    if WINDOW > 0:
-        begin = tl.minimum(tl.maximum(lowest - WINDOW + 1, 0) // TILE * TILE, end // TILE * TILE)
-        all_see = tl.minimum(tl.cdiv(tl.maximum(highest - WINDOW + 1, 0), TILE) * TILE, whole)
+    begin, all_see, low = 0, 0, None
+    if LIMITED:
+        low, least, greatest = lows
+        begin = tl.minimum(tl.maximum(least, 0) // TILE * TILE, end // TILE * TILE)
+        all_see = tl.minimum(tl.cdiv(tl.maximum(greatest, 0), TILE) * TILE, whole)
         whole = tl.maximum(whole, begin)
     state = _attend_tiles(
-        q, k, v, stride_k, stride_v, whole, end, position, state, scale, softcap, slope, dims, real, D, TILE,
-        STAGES, True, WINDOW,
+        q, k, v, stride_k, stride_v, whole, end, position, low, state, scale, softcap, slope, dims, real, D,
+        TILE, STAGES, True, LIMITED,
     )  # fmt: skip
-    if WINDOW > 0:
+    if LIMITED:
         state = _attend_tiles(
-            q, k, v, stride_k, stride_v, begin, all_see, position, state, scale, softcap, slope, dims, real,
-            D,
-            TILE, STAGES, True, WINDOW,
+            q, k, v, stride_k, stride_v, begin, all_see, position, low, state, scale, softcap, slope, dims,
+            real, D, TILE, STAGES, True, LIMITED,
         )  # fmt: skip
         all_see = tl.maximum(all_see, begin)
     return _attend_tiles(
-        q, k, v, stride_k, stride_v, all_see, whole, position, state, scale, softcap, slope, dims, real, D,
-        TILE,
-        STAGES, False, WINDOW,
+        q, k, v, stride_k, stride_v, all_see, whole, position, low, state, scale, softcap, slope, dims, real,
+        D, TILE, STAGES, False, LIMITED,
     )  # fmt: skip
+
+
+@triton.jit
+def _low(position, WINDOW: tl.constexpr, SEGMENT: tl.constexpr):
+    """Return the first key that a row at `position` sees, or a number below 0."""
+    if SEGMENT > 0:
+        return position // SEGMENT * SEGMENT
+    else:
+        return position - WINDOW + 1
+
+
+@triton.jit
+def _lows(token, lowest, highest, prefix, begin, WINDOW: tl.constexpr, SEGMENT: tl.constexpr):
+    """Return what `_attend` takes of rows at tokens behind `prefix` others, for keys from key `begin` on."""
+    row = _low(prefix + token, WINDOW, SEGMENT) - begin
+    least = _low(prefix + lowest, WINDOW, SEGMENT) - begin
+    return row, least, _low(prefix + highest, WINDOW, SEGMENT) - begin
 
 
 @triton.jit
 def _prefill_kernel(
     q, k, v, cached_k, cached_v, query_start, cached_start, tiles, rotation, out, scale,
     stride_q, stride_k, stride_v, softcap, slopes, sinks, ATTEND_CACHE: tl.constexpr, WINDOW: tl.constexpr,
-    G: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, H: tl.constexpr, M: tl.constexpr,
-    TILE: tl.constexpr, STAGES: tl.constexpr, FIELDS: tl.constexpr,
+    SEGMENT: tl.constexpr, G: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, H: tl.constexpr,
+    M: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
     """Grid (Hkv, tiles): a program attends M rows (token, query head) of a chunk.
 
@@ -213,23 +228,26 @@ def _prefill_kernel(
     lowest, highest, slope = first // G, tl.minimum((first + M - 1) // G, length - 1), None
     if slopes is not None:
         slope = in_base_2(tl.load(slopes + head, mask=live, other=0.0))
+    LIMITED: tl.constexpr = WINDOW > 0 or SEGMENT > 0
     if ATTEND_CACHE:
         prefix = cached - length
+        lows = _lows(token, lowest, highest, prefix, 0, WINDOW, SEGMENT)
         state = _attend(
-            query, cached_k, cached_v, HKV * D, HKV * D, prefix + free, prefix + end, prefix + token,
-            prefix + lowest, prefix + highest, state, scale, softcap, slope, dims, real, D, TILE, STAGES,
-            WINDOW,
+            query, cached_k, cached_v, HKV * D, HKV * D, prefix + free, prefix + end, prefix + token, lows,
+            state, scale, softcap, slope, dims, real, D, TILE, STAGES, LIMITED,
         )  # fmt: skip
     else:
         k += start * stride_k + kv_head * D
         v += start * stride_v + kv_head * D
+        lows = _lows(token, lowest, highest, cached, 0, WINDOW, SEGMENT)
         state = _attend(
-            query, cached_k, cached_v, HKV * D, HKV * D, cached, cached, cached + token, cached + lowest,
-            cached + highest, state, scale, softcap, slope, dims, real, D, TILE, STAGES, WINDOW,
+            query, cached_k, cached_v, HKV * D, HKV * D, cached, cached, cached + token, lows, state, scale,
+            softcap, slope, dims, real, D, TILE, STAGES, LIMITED,
         )  # fmt: skip
+        lows = _lows(token, lowest, highest, cached, cached, WINDOW, SEGMENT)
         state = _attend(
-            query, k, v, stride_k, stride_v, free, end, token, lowest, highest, state, scale, softcap, slope,
-            dims, real, D, TILE, STAGES, WINDOW,
+            query, k, v, stride_k, stride_v, free, end, token, lows, state, scale, softcap, slope, dims, real,
+            D, TILE, STAGES, LIMITED,
         )  # fmt: skip
     m, l, acc = state
     if sinks is not None:
@@ -291,6 +309,7 @@ def prefill_attention(
     softcap: float = 0.0,
     slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    segment: int = 0,
 ) -> None:
     """See the package's docstring; `scale` must be positive."""
     T, Hq, D = expect(q, "T Hq D", name="q").values()
@@ -308,7 +327,9 @@ def prefill_attention(
     dtype = torch.float16 if fmt.bits < 16 and q.dtype is torch.bfloat16 else q.dtype
     cached_k, cached_v = (torch.empty(num_cached, Hkv, D, dtype=dtype, device=q.device) for _ in "kv")
     gather(kv, slot_table, rows, cached_start, fmt, cached_k, cached_v)
-    rule = Scores(scale * LOG2_E, window, softcap=softcap * LOG2_E, slopes=slopes, sinks=sinks)
+    rule = Scores(
+        scale * LOG2_E, window, softcap=softcap * LOG2_E, slopes=slopes, sinks=sinks, segment=segment
+    )
     rotation = signs(D, q.device) if fmt.rotated else None
     where = tiles, query_start, cached_start
     attend = hopper_prefill if fits(q, k, v, rule) else _triton_prefill
@@ -327,7 +348,8 @@ def _triton_prefill(
     stages = (shared_bytes(q.device) - queries * M * row_bytes) // (2 * tiling.tokens * row_bytes)
     kernel = variant(
         _prefill_kernel, ATTEND_CACHE=attend_cache, G=Hq // Hkv, HKV=Hkv, D=D, H=H, M=M, TILE=tiling.tokens,
-        STAGES=max(1, min(tiling.stages, stages)), FIELDS=FIELDS, WINDOW=rule.window, num_warps=tiling.warps,
+        STAGES=max(1, min(tiling.stages, stages)), FIELDS=FIELDS, WINDOW=rule.window, SEGMENT=rule.segment,
+        num_warps=tiling.warps,
     )  # fmt: skip
     kernel.launch(
         (Hkv, len(tiles)), q, k, v, cached_k, cached_v, query_start, cached_start, tiles, rotation, out,

@@ -33,9 +33,11 @@ def prefill_attention(
     softcap: float = 0.0,
     slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    segment: int = 0,
 ) -> None:
     """See the package's docstring; `tiles` and `num_cached` do not matter here."""
-    fmt, rule = KV_FORMATS[format], Scores(scale, window, softcap=softcap, slopes=slopes, sinks=sinks)
+    fmt = KV_FORMATS[format]
+    rule = Scores(scale, window, softcap=softcap, slopes=slopes, sinks=sinks, segment=segment)
     chunks = zip(rows.tolist(), pairwise(query_start.tolist()), cached_start.diff().tolist(), strict=True)
     for row, bounds, cached in chunks:
         chunk = slice(*bounds)
@@ -50,7 +52,7 @@ def prefill_attention(
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, rule: Scores) -> Tensor:
     """Attend q [n, Hq, D], the last n of the L positions of k, v [L, Hkv, D] -> [n, Hq, D]; all fp32."""
-    n, L, window = len(q), len(k), rule.window
+    n, L = len(q), len(k)
     q = q * rule.scale
     k, v = k.transpose(0, 1)[:, None], v.transpose(0, 1)[:, None]  # [Hkv, 1, L, D]
     queries = q.unflatten(1, (k.shape[0], -1)).permute(1, 2, 0, 3)  # [Hkv, G, n, D]
@@ -60,8 +62,8 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, rule: Scores) -> Tensor:
     parts = []
     for some, at in zip(queries.split(QUERIES, 2), position.split(QUERIES), strict=True):
         seen = int(at[-1]) + 1  # no query of this block sees more
-        first = max(0, int(at[0]) + 1 - window) if window else 0  # nor less far back
-        distance = at[:, None] - torch.arange(first, seen, device=q.device)
-        scores = weigh(some @ k[..., first:seen, :].mT, distance, window, rule.softcap, slopes)
+        first = max(0, int(rule.first(at[0])))  # nor less far back
+        token = torch.arange(first, seen, device=q.device)
+        scores = weigh(some @ k[..., first:seen, :].mT, at[:, None], token, rule, slopes)
         parts.append(softmax(scores, sinks) @ v[..., first:seen, :])
     return torch.cat(parts, 2).permute(2, 0, 1, 3).flatten(1, 2)

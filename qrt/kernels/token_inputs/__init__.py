@@ -1,7 +1,7 @@
 """`token_inputs` and `advance`: what a step reads from the table of requests, and what it writes there.
 
 token_inputs(inputs int32 [3, T], length int32 [R], last_token int64 [R], slot_table int32 [R, L], decodes,
-             num_kv_heads, heads_per_sm, windows)
+             num_kv_heads, heads_per_sm, windows, segments)
 -> ids int64 [T], positions, slots int32 [T], kv_lens int32 [decodes], parts int32 [W, P, 8]
 
 Returns what the model needs of a step of T tokens, of which the first `decodes` may decode. It takes one
@@ -13,7 +13,7 @@ inputs      three rows: rows, given and tokens. Token t belongs to row rows[t] o
 slots       the slots of the positions
 kv_lens     positions + 1 of the first `decodes` tokens; -1 where the position is given; 0 where the row has
             no tokens, whose position is then 0
-parts       `plan_parts` of kv_lens for each of the W windows; empty if `decodes` is 0
+parts       `plan_parts` of kv_lens for each of the W windows and segments; empty if `decodes` is 0
 
 advance(rows int64 [S], tokens int64 [S], drawn int32 [S] | None, last_token int64 [R], length int32 [R])
 
@@ -33,7 +33,11 @@ from qrt.kernels.token_inputs.ref import empty_inputs
 
 
 def _fake(
-    inputs: Tensor, decodes: int, num_kv_heads: int, heads_per_sm: int, windows: Sequence[int]
+    inputs: Tensor,
+    decodes: int,
+    num_kv_heads: int,
+    heads_per_sm: int,
+    windows: Sequence[int],
 ) -> tuple[Tensor, ...]:
     return empty_inputs(inputs[0], decodes, num_kv_heads, heads_per_sm, len(windows))
 

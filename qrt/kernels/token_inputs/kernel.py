@@ -41,11 +41,12 @@ def _token_inputs(
     tokens_in_step, decodes, most, programs, room,
     TOKENS: tl.constexpr, T: tl.constexpr, CUTS: tl.constexpr, ROOM: tl.constexpr, AT_ONCE: tl.constexpr,
     UNIT: tl.constexpr, MIN_PART: tl.constexpr, STARTUP: tl.constexpr, FIELDS: tl.constexpr,
-    WINDOWS: tl.constexpr,
+    WINDOWS: tl.constexpr, SEGMENTS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of TOKENS tokens and, if any decode, one program more for each window).
+    """Grid (tiles of TOKENS tokens and, if any decode, one program more for each window and segment).
 
-    Those plan the parts of `decodes` <= T requests. WINDOWS is a tuple of numbers, 0 for all tokens.
+    Those plan the parts of `decodes` <= T requests. WINDOWS and SEGMENTS are tuples of as many numbers, 0 for
+    all tokens.
     """
     if tl.program_id(0) * TOKENS < tokens_in_step:
         t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
@@ -65,10 +66,14 @@ def _token_inputs(
     row, at, lens = _known(rows, given, length, t, real)
     real &= at < 0
     lens = tl.where(real, lens, 0)
-    window, which = 0, tl.program_id(0) - tl.cdiv(tokens_in_step, TOKENS)
+    before, which = 0 * lens, tl.program_id(0) - tl.cdiv(tokens_in_step, TOKENS)
     for i in tl.static_range(len(WINDOWS)):
-        window = tl.where(which == i, WINDOWS[i], window)
-    before = tl.where(window > 0, tl.maximum(lens - window, 0), 0)
+        passed = lens * 0
+        if WINDOWS[i] > 0:
+            passed = tl.maximum(lens - WINDOWS[i], 0)
+        if SEGMENTS[i] > 0:
+            passed = tl.maximum(lens - 1, 0) // SEGMENTS[i] * SEGMENTS[i]
+        before = tl.where(which == i, passed, before)
     lens -= before
     parts += which * room * FIELDS
     cuts = tl.arange(0, CUTS) + 1
@@ -116,6 +121,7 @@ def token_inputs(
     num_kv_heads: int,
     heads_per_sm: int,
     windows: Sequence[int],
+    segments: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """See the package's docstring."""
     T = expect(inputs, "3 T", torch.int32, "inputs")["T"]
@@ -128,7 +134,8 @@ def token_inputs(
     kernel = variant(
         _token_inputs, TOKENS=tokens_each, T=tile, CUTS=cuts, ROOM=next_power_of_2(room),
         AT_ONCE=max(1, min(16, 1024 // tile)), UNIT=UNIT, MIN_PART=MIN_PART, STARTUP=STARTUP, FIELDS=FIELDS,
-        WINDOWS=tuple(windows), num_warps=4 if tile * cuts <= 2048 else 8 if tile <= 512 else 16,
+        WINDOWS=tuple(windows), SEGMENTS=tuple(segments),
+        num_warps=4 if tile * cuts <= 2048 else 8 if tile <= 512 else 16,
     )  # fmt: skip
     kernel.launch(
         (cdiv(T, tokens_each) + len(windows) * (decodes > 0),), rows, given, tokens, length, last_token,

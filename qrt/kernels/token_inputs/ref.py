@@ -33,6 +33,7 @@ def token_inputs(
     num_kv_heads: int,
     heads_per_sm: int,
     windows: Sequence[int],
+    segments: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """See the package's docstring."""
     rows, given, tokens = inputs
@@ -42,9 +43,8 @@ def token_inputs(
     slots = slot_table[rows.long(), positions.long()]
     kv_lens = torch.where(given < 0, kv_lens, -1)[:decodes]
     if decodes:
-        parts = torch.stack(
-            [plan_parts(rows[:decodes], kv_lens, num_kv_heads, heads_per_sm, window) for window in windows]
-        )
+        own = rows[:decodes], kv_lens, num_kv_heads, heads_per_sm
+        parts = torch.stack([plan_parts(*own, *reach) for reach in zip(windows, segments, strict=True)])
     else:
         parts = rows.new_empty(len(windows), 0, FIELDS)
     return ids, positions, slots, kv_lens, parts
