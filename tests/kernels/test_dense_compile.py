@@ -14,7 +14,8 @@ from qrt.kernels.linear.int8.hopper_kernel import hopper_product
 from qrt.kernels.linear.int8.plans import HopperPlan
 from qrt.kernels.linear.tiles import plans as tile_plans
 from qrt.kernels.linear.tiles.device import constants_of
-from qrt.kernels.linear.tiles.wide_kernel import wide_product
+from qrt.kernels.linear.shared.places import Grouped, Places
+from qrt.kernels.linear.tiles.wide_kernel import wide_experts, wide_product
 from qrt.kernels.layernorm.kernel import add_layernorm
 from qrt.kernels.rmsnorm.kernel import add_rmsnorm, embed_rmsnorm, rmsnorm
 from qrt.kernels.act_mul.kernel import act_mul, act_mul_int8
@@ -51,6 +52,20 @@ for scheme, symmetric, group, dtype, plan in (
     tensors = TiledWeight(*scheme.prepare(weight, torch.device("cpu"), dtype))
     constants = constants_of(tensors, scheme.bits, scheme.unpacker())
     wide_product(x, tensors, None, constants, plan, act)(x, None, y)
+for block, bits, group, act in (
+    (8, 4, 32, "silu"), (16, 4, 128, None), (32, 8, 128, "silu"), (64, 4, 128, None), (128, 4, 128, None),
+    (256, 4, 128, "silu"),
+):
+    scheme, dtype = WEIGHT_SCHEMES[f"w{bits}a16"], torch.float32 if act is None else BF16
+    weight, order = random_weight(128, 512, bits, group, dtype=BF16), torch.zeros(block, dtype=torch.int32)
+    one = TiledWeight(*scheme.prepare(weight, torch.device("cpu"), BF16))
+    weight = TiledWeight(*(tensor[None] for tensor in one))
+    shares = (0, None) if act else (2, torch.empty(block))
+    places = Grouped(Places(order, order[:1], block, block), 0, *shares)
+    plan = tile_plans.expert_plan(block, 128, 24, 16 // bits, one.packed.shape[3], 132)
+    x, y = torch.empty(block, 512, dtype=BF16), torch.empty(block, 64 if act else 128, dtype=dtype)
+    constants = constants_of(one, bits, scheme.unpacker())
+    wide_experts(x, weight, None, constants, plan, act, places)(x, None, y, places)
 x = QuantizedTokens(torch.empty(300, 1024, dtype=torch.int8), torch.empty(300), BF16)
 weight = torch.empty(128, 1024, dtype=torch.int8), torch.empty(128), torch.zeros(128, dtype=torch.int32)
 for plan, gated, shares in (
@@ -76,6 +91,6 @@ act_mul_int8(torch.empty(9, 28672, dtype=BF16), "silu")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the other tests compile for the GPU that is here")
 def test_dense_kernels_compile():
     assert compiled(CODE) == {
-        "_fused": 5, "_wide": 5, "_dequantize": 4, "_quantize_tokens": 2, "multiply_rows": 2,
+        "_fused": 5, "_wide": 11, "_dequantize": 4, "_quantize_tokens": 2, "multiply_rows": 2,
         "_hopper_int8": 8, "_rmsnorm": 5, "_act_mul": 1, "_act_mul_int8": 1,
     }  # fmt: skip

@@ -18,6 +18,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from qrt.kernels.descriptor import MOST_KEPT, Descriptor, box, descriptor_at, descriptor_of
+from qrt.kernels.linear.shared.device import rows_of
 from qrt.quant.weight.tiles import TiledWeight
 
 SWIZZLED = {words: gl.NVMMASharedLayout(words * 2, 16, 3) for words in (32, 64)}  # by words of a tile's row
@@ -45,6 +46,20 @@ def both_are_here():
 
 
 @gluon.jit
+def blocks_in_use(EXPERTS, count, num_warps: gl.constexpr):
+    """Return how many of the `count` blocks of tokens have an expert; they come first."""
+    SIZE: gl.constexpr = 1024
+    place = gl.arange(0, SIZE, layout=gl.BlockedLayout([4], [32], [num_warps], [0]))
+    used = gl.zeros_like(place)
+    for first in range(0, count, SIZE):
+        at = first + place
+        used += (gl.load(EXPERTS + at, mask=at < count, other=-1) >= 0).to(gl.int32)
+    total = gl.sum(used, 0)
+    tl.debug_barrier()  # Triton 3.6 reuses the sum's shared memory at once for what other warps are handed
+    return total
+
+
+@gluon.jit
 def scale_of_run(scales, RUN: gl.constexpr, SCALE: gl.constexpr):
     """Return the scale of run RUN, SCALE [ROWS], from a tuple of words, int32 [ROWS]."""
     if SCALE == gl.float32:
@@ -54,12 +69,27 @@ def scale_of_run(scales, RUN: gl.constexpr, SCALE: gl.constexpr):
 
 
 @gluon.jit
-def store_block(Y, block, first, token, M, N, num_warps: gl.constexpr):
-    """Store block.T in Y [M, N], from output `first` and token `token` on, in pieces of 8 outputs."""
+def store_block(
+    Y, block, first, token, M, N, num_warps: gl.constexpr, ORDER=None, count=None,
+    SHARES: gl.constexpr = 1,
+):  # fmt: skip
+    """Store block.T in Y [M, N], from output `first` and token `token` on, in pieces of 8 outputs.
+
+    With ORDER [M] token m is one of `count` assignments, or none, and goes to its row by `rows_of`. In fp32
+    it is stored as it lies, by 8 outputs of 4 tokens, which fill their sectors too; shared memory for 4 bytes
+    would be large.
+    """
     LANES: gl.constexpr = min(8, block.shape[0] // 8)
-    OUT: gl.constexpr = gl.BlockedLayout([8, 1], [LANES, 32 // LANES], [1, num_warps], [0, 1])
+    if ORDER is not None and block.dtype == gl.float32:
+        OUT: gl.constexpr = block.type.layout
+    else:
+        OUT: gl.constexpr = gl.BlockedLayout([8, 1], [LANES, 32 // LANES], [1, num_warps], [0, 1])
     n = first + gl.arange(0, block.shape[0], layout=gl.SliceLayout(1, OUT))
     m = token + gl.arange(0, block.shape[1], layout=gl.SliceLayout(0, OUT))
+    if ORDER is not None:
+        assignment = gl.load(ORDER + m, mask=m < M, other=count)
+        _, row = rows_of(assignment, m, count, 0, SHARES)
+        m, M = gl.where(assignment < count, row, count), count
     at = gl.expand_dims(m.to(gl.int64) * N, 0) + gl.expand_dims(n, 1)
     inside = gl.expand_dims(n < N, 1) & gl.expand_dims(m < M, 0)
     gl.store(Y + at, gl.convert_layout(block, OUT), mask=inside)
@@ -116,7 +146,8 @@ def of_tiles(
 ) -> tuple[Descriptor, Descriptor, Descriptor]:
     """Return the TMA descriptors of a tile's words, as `dtype`, of its scales and of its zeros.
 
-    The tile has as many rows as `blocks` row blocks; with two halves, half of them from each.
+    The tile has as many rows as `blocks` row blocks; with two halves, half of them from each. Of a stack of
+    weights, [E, Nb, ..], the first coordinate counts halves of all: half h of weight e is e * halves + h.
     """
     packed, scale, zero = weight.packed, weight.scale, weight.zero
     places = packed.data_ptr(), scale.data_ptr(), zero.data_ptr() if zero.numel() else 0
@@ -128,12 +159,13 @@ def _tiles(
     device: int, places: tuple[int, int, int], packed: Sequence[int], scale_bytes: int, blocks: int,
     halves: int, dtype: torch.dtype,
 ) -> tuple[Descriptor, Descriptor, Descriptor]:  # fmt: skip
-    count, tiles, rows, words = packed
-    each = blocks * rows // halves
-    shape, block = (halves, count // halves, tiles * rows), (halves, -(-each // rows), min(each, rows))
+    *stack, count, tiles, rows, words = packed
+    stacked, each = math.prod(stack), blocks * rows // halves
+    shape = stacked * halves, count // halves, tiles * rows
+    block = halves, -(-each // rows), min(each, rows)
     row = 2 * words // dtype.itemsize
     layout = gl.NVMMASharedLayout(2 * words, 8 * dtype.itemsize, 4)
-    runs = (*shape[:2], scale_bytes // count // 4)
+    runs = (*shape[:2], scale_bytes // (stacked * count) // 4)
     scale = _dense(device, places[1], runs, torch.int32, block, FLAT)
     zero = _dense(device, places[2], shape, torch.int32, block, FLAT) if places[2] else scale
     return _dense(device, places[0], (*shape, row), dtype, (*block, row), layout), scale, zero

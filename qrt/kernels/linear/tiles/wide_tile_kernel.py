@@ -19,23 +19,23 @@ from qrt.kernels.linear.device import scale_of_run
 
 
 @gluon.jit
-def _fetch_tile(ring, copies, slot, row, tile, S: gl.constexpr):
-    """Start the copy of a tile into a slot: some rows, from `row` on, of each half."""
+def _fetch_tile(ring, copies, slot, half, row, tile, S: gl.constexpr):
+    """Start the copy of a tile into a slot: some rows, from `row` on, of the halves from `half` on."""
     _, w_smem, scale_smem, zero_smem, _, _, ready, _ = ring
     _, w_desc, scale_desc, zero_desc, _ = copies
     arrived, block, inside = ready.index(slot), row // 64, row % 64
     WORDS: gl.constexpr = S.WORDS
     FACTS: gl.constexpr = WORDS + S.ASYMMETRIC  # words of a row: its scales, its zeros
     mbarrier.expect(arrived, w_desc.block_type.nbytes + FACTS * scale_desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(w_desc, [0, block, tile * 64 + inside, 0], arrived, w_smem.index(slot))
+    tma.async_copy_global_to_shared(w_desc, [half, block, tile * 64 + inside, 0], arrived, w_smem.index(slot))
     for w in gl.static_range(WORDS):
         place = (tile * WORDS + w) * 64 + inside
         tma.async_copy_global_to_shared(
-            scale_desc, [0, block, place], arrived, scale_smem.index(slot * WORDS + w)
+            scale_desc, [half, block, place], arrived, scale_smem.index(slot * WORDS + w)
         )
     if S.ASYMMETRIC:
         place = tile * 64 + inside
-        tma.async_copy_global_to_shared(zero_desc, [0, block, place], arrived, zero_smem.index(slot))
+        tma.async_copy_global_to_shared(zero_desc, [half, block, place], arrived, zero_smem.index(slot))
 
 
 @gluon.jit
@@ -64,8 +64,8 @@ def fetch_x(ring, copies, token, done, steps, S: gl.constexpr):
 
 
 @gluon.jit
-def fetch_w(ring, copies, row, done, steps, S: gl.constexpr):
-    """Ask for the groups' tiles, with scales and zeros, as long as there is room."""
+def fetch_w(ring, copies, expert, row, done, steps, S: gl.constexpr):
+    """Ask for the groups' tiles of a weight of the stack, with scales and zeros, as long as there is room."""
     first, empty = copies[4], ring[7]
     FETCHED: gl.constexpr = S.GROUPS // S.OWN  # tiles in a turn
     for i in range(steps):
@@ -76,7 +76,7 @@ def fetch_w(ring, copies, row, done, steps, S: gl.constexpr):
                 turn = i // S.GROUPS
                 slot = turn % S.WS * S.GROUPS + i % S.GROUPS
             mbarrier.wait(empty.index(slot), (turn // S.WS - 1) & 1, pred=turn >= S.WS)
-            _fetch_tile(ring, copies, slot, first_row(row, g, S), first + i, S)
+            _fetch_tile(ring, copies, slot, expert * S.HALVES, first_row(row, g, S), first + i, S)
 
 
 @gluon.constexpr_function
