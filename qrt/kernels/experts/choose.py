@@ -11,12 +11,13 @@ from typing import NamedTuple
 import torch
 
 from qrt.kernels.linear.int8.plans import BlockPlan
-from qrt.kernels.linear.tiles.plans import FusedPlan, even_splits
+from qrt.kernels.linear.tiles.plans import FusedPlan, WidePlan, even_splits, expert_block, expert_plan
 from qrt.kernels.sizes import cdiv, next_power_of_2
 from qrt.quant.weight.base import Layout
 from qrt.quant.weight.tiles import TILE_ROWS
 
 PROGRAMS = 200  # with fewer, K is split for few tokens
+WIDE = 64  # fewest assignments of Hopper's kernel, whose programs take blocks in turn
 SINGLES = 16  # most assignments that are blocks of their own, unless there is one token
 _LEAST = {Layout.TILES: 8, Layout.PLAIN: 16, Layout.INT8_ROWS: 16}
 _MOST = {
@@ -35,6 +36,9 @@ class Sizes(NamedTuple):
     hidden    outputs of down
     inner     I, the inputs of down
     steps     tiles of K in gate_up and in down, for Layout.TILES; else their inputs
+    words     words of a tile's row in gate_up and in down, where Hopper's kernel takes both; or None
+    planes    planes of a tile there
+    sms       multiprocessors of the GPU
     """
 
     layout: Layout
@@ -45,6 +49,9 @@ class Sizes(NamedTuple):
     hidden: int
     inner: int
     steps: tuple[int, int]
+    words: tuple[int, int] | None = None
+    planes: int = 0
+    sms: int = 0
 
     @property
     def assignments(self) -> int:
@@ -65,8 +72,8 @@ class Plan(NamedTuple):
     block: int
     ordered: bool
     joined: bool
-    gate_up: FusedPlan | BlockPlan
-    down: FusedPlan | BlockPlan
+    gate_up: FusedPlan | BlockPlan | WidePlan
+    down: FusedPlan | BlockPlan | WidePlan
 
 
 def is_ordered(sizes: Sizes) -> bool:
@@ -85,6 +92,8 @@ def block_of(sizes: Sizes) -> int:
 
 def plan(sizes: Sizes) -> Plan:
     """Return a plan by rules of thumb; nothing has been measured yet."""
+    if sizes.words and sizes.assignments >= WIDE and is_ordered(sizes):
+        return _wide(sizes, sizes.words)
     ordered, block = is_ordered(sizes), block_of(sizes)
     singles = 0 if ordered else sizes.assignments
     if sizes.layout is Layout.TILES:
@@ -93,6 +102,17 @@ def plan(sizes: Sizes) -> Plan:
         return Plan(block, ordered, joined, first, _tiles(sizes.hidden, sizes.steps[1], block, singles))
     gate_up = _rows(sizes, 2 * sizes.inner, sizes.steps[0], block, singles, 64)
     return Plan(block, ordered, True, gate_up, _rows(sizes, sizes.hidden, sizes.steps[1], block, singles, 32))
+
+
+def _wide(sizes: Sizes, words: tuple[int, int]) -> Plan:
+    """Return a plan of Hopper's kernel for both products."""
+    block = expert_block(sizes.assignments, sizes.experts)
+    owners = min(sizes.assignments, sizes.experts)
+    gate_up, down = (
+        expert_plan(block, owners, cdiv(n, TILE_ROWS), sizes.planes, each, sizes.sms)
+        for n, each in zip((2 * sizes.inner, sizes.hidden), words, strict=True)
+    )
+    return Plan(block, True, sizes.inner % TILE_ROWS == 0, gate_up, down)
 
 
 def _splits(programs: int, singles: int, steps: int, n: int) -> int:

@@ -20,13 +20,15 @@ from qrt.kernels.experts import ref
 from qrt.kernels.experts.choose import Sizes, plan
 from qrt.kernels.experts.order_kernel import order
 from qrt.kernels.experts.tokens_kernel import add, arrange
+from qrt.kernels.gpu import multiprocessors
 from qrt.kernels.linear.int8.plans import BlockPlan
 from qrt.kernels.linear.int8.quantize_kernel import quantize_tokens
 from qrt.kernels.linear.shared.places import Grouped, Places
 from qrt.kernels.linear.shared.rows_kernel import grouped_rows
+from qrt.kernels.linear.tiles import wide_kernel
 from qrt.kernels.linear.tiles.device import constants_of
 from qrt.kernels.linear.tiles.fused_kernel import fused_gemm
-from qrt.kernels.linear.tiles.plans import FusedPlan
+from qrt.kernels.linear.tiles.plans import FusedPlan, WidePlan
 from qrt.quant.weight import WEIGHT_SCHEMES
 from qrt.quant.weight.base import Layout, WeightScheme
 from qrt.quant.weight.tiles import TiledScheme, TiledWeight
@@ -77,14 +79,12 @@ def _summands(
     expect(chosen, "T k", torch.int32, "chosen", T=len(x))
     chosen, weights = chosen.contiguous(), weights.contiguous().view(-1)
     first, second = _product(kind, gate_up), _product(kind, down)
-    steps = first.steps, second.steps
-    sizes = Sizes(kind.layout, x.dtype, tokens, top_k, len(gate_up[0]), second.n, first.n // 2, steps)
-    how = plan(sizes)
-    places = Places(None, chosen.view(-1), how.block, sizes.assignments)
+    how = plan(_sizes(kind.layout, x, top_k, len(gate_up[0]), first, second))
+    places = Places(None, chosen.view(-1), how.block, chosen.numel())
     if how.ordered:
-        places = order(chosen, sizes.experts, how.block)
+        places = order(chosen, len(gate_up[0]), how.block)
     reads = top_k
-    if on_input or first.perm is not None:
+    if on_input or first.perm is not None or isinstance(how.gate_up, WidePlan):
         x, reads = arrange(x, places, reads, first.perm, weights if on_input else None), 0
     joined = act if how.joined else None
     inner = x.new_empty(places.rows, first.n // 2 if joined else first.n)
@@ -95,6 +95,19 @@ def _summands(
         inner = arrange(inner, places, 0, second.perm)
     second.run(inner, down_bias, y, how.down, None, Grouped(places, 0, top_k, None if on_input else weights))
     return y
+
+
+def _sizes(
+    layout: Layout, x: Tensor, top_k: int, experts: int, first: _Tiles | _Rows, second: _Tiles | _Rows
+) -> Sizes:  # fmt: skip
+    """Return what a plan depends on."""
+    inner, steps = first.n // 2, (first.steps, second.steps)
+    sizes = Sizes(layout, x.dtype, len(x), top_k, experts, second.n, inner, steps)
+    if isinstance(first, _Tiles) and isinstance(second, _Tiles):
+        if first.is_wide(x) and second.is_wide(x.new_empty(0, inner)):
+            words, planes = (first.constants.J, second.constants.J), first.constants.PLANES
+            return sizes._replace(words=words, planes=planes, sms=multiprocessors(x.device))
+    return sizes
 
 
 @cache
@@ -111,16 +124,25 @@ class _Tiles:
     def __init__(self, kind: TiledScheme, tensors: Sequence[Tensor]) -> None:
         self._weight, self._kind = TiledWeight(*tensors), kind
         self._one = one = TiledWeight(*(tensor[0] for tensor in tensors))
-        self._constants = constants_of(one, kind.bits, kind.unpacker())
+        self.constants = constants_of(one, kind.bits, kind.unpacker())
         self.n, self.steps = one.out_features, one.packed.shape[1]
         self.perm = self._weight.perm if one.perm.numel() else None
 
+    def is_wide(self, x: Tensor) -> bool:
+        """Return whether Hopper's kernel for many tokens multiplies x."""
+        return wide_kernel.fits(x, self._one)
+
     def run(
-        self, x: Tensor, bias: Tensor | None, y: Tensor, how: FusedPlan, act: str | None, group: Grouped
-    ) -> None:
+        self, x: Tensor, bias: Tensor | None, y: Tensor, how: FusedPlan | WidePlan, act: str | None,
+        group: Grouped,
+    ) -> None:  # fmt: skip
         """Write the product with x, or act(gate) * up of it, to y."""
         self._kind.tiles_for(x, self._one)
-        fused_gemm(x, self._weight, bias, y, self._constants, how, act, group)
+        if isinstance(how, WidePlan):
+            multiply = wide_kernel.wide_experts(x, self._weight, bias, self.constants, how, act, group)
+            multiply(x, bias, y, group)
+        else:
+            fused_gemm(x, self._weight, bias, y, self.constants, how, act, group)
 
 
 class _Rows:

@@ -1,0 +1,64 @@
+"""`experts` by Hopper's kernel for many tokens, as PTX on the CPU or on the GPU, against a loop in fp64."""
+
+import pytest
+import torch
+from experts_truth import inputs, mixture, truth
+
+from qrt.kernels.experts import choose, kernel
+from random_weights import relative
+
+BOUND = {torch.float16: 1e-3, torch.bfloat16: 8e-3}
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory", "small_gpu", "copies", "wide")]
+
+
+@pytest.fixture
+def wide(monkeypatch):
+    """Few assignments take the kernel of many, and nothing else multiplies."""
+    monkeypatch.setattr(choose, "WIDE", 1)
+    monkeypatch.delattr(kernel, "fused_gemm")
+
+
+def check(found, x, chosen, weights):
+    args = x, chosen, weights, *found.args(x.dtype, x.device)
+    want = truth(x, chosen, weights, found).to(x.device)
+    shares = kernel.experts_shares(*args)
+    assert shares.dtype == torch.float32 and relative(shares, want) < BOUND[x.dtype]
+    y = kernel.experts(*args)
+    assert y.dtype == x.dtype and relative(y, want.sum(0)) < BOUND[x.dtype]
+    assert torch.equal(y, kernel.experts(*args))
+
+
+@pytest.mark.ptx(scheme=["w4a16"], block=[8, 128])
+@pytest.mark.ptx(scheme=["w8a16"], block=[32])
+@pytest.mark.ptx(scheme=["mxfp4"], block=[64])
+@pytest.mark.parametrize("block", [8, 16, 32, 64, 128, 256])
+@pytest.mark.parametrize("scheme", ["w4a16", "w8a16", "mxfp4"])
+def test_plans_of_every_block(device, monkeypatch, scheme, block):
+    monkeypatch.setattr(choose, "expert_block", lambda *sizes: block)
+    found = mixture(5, 256, 128, scheme, torch.bfloat16, 128, False, device=device)
+    check(found, *inputs(20, 256, 5, 2, torch.bfloat16, device, among=[0, 1, 4]))
+
+
+@pytest.mark.ptx
+@pytest.mark.parametrize("kind", [
+    {"biased": True, "act": "swiglu_oai"}, {"on_input": True, "perm": True, "symmetric": False},
+], ids=["swiglu_oai", "on_input"])  # fmt: skip
+def test_kinds_of_experts(device, kind):
+    found = mixture(4, 128, 64, "w4a16", torch.float16, device=device, **kind)
+    check(found, *inputs(9, 128, 4, 1 if "on_input" in kind else 3, torch.float16, device))
+
+
+@pytest.mark.ptx
+def test_inner_sizes_that_fill_no_row_block(device):
+    """act(gate) * up is a kernel of its own, and results have a ragged last block."""
+    found = mixture(3, 160, 96, "w4a16", torch.float16, biased=True, device=device)
+    check(found, *inputs(9, 160, 3, 2, torch.float16, device))
+
+
+@pytest.mark.ptx
+def test_many_summands_are_rounded_before_they_are_added(device, monkeypatch):
+    monkeypatch.setattr(kernel, "WIDE_BYTES", 0)
+    found = mixture(4, 64, 64, "w4a16", torch.float16, device=device)
+    x, chosen, weights = inputs(5, 64, 4, 3, torch.float16, device)
+    y = kernel.experts(x, chosen, weights, *found.args(x.dtype, device))
+    assert relative(y, truth(x, chosen, weights, found).sum(0).to(device)) < BOUND[x.dtype]
