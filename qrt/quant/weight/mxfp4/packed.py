@@ -18,6 +18,9 @@ from qrt.quant.weight.base import WeightData
 from qrt.quant.weight.w4a16 import packed as int4
 
 _MIDPOINT = 8
+_TWICE = (2 * torch.tensor(e2m1.VALUES)).int()
+_FIRST = _TWICE.clamp(-_MIDPOINT, _MIDPOINT - 1)
+_HALVES = (_FIRST + _MIDPOINT | _TWICE - _FIRST + _MIDPOINT << 4).to(torch.uint8)  # two codes for each
 
 
 class PackedWeight(int4.PackedWeight):
@@ -28,9 +31,8 @@ class PackedWeight(int4.PackedWeight):
         """Return the weight for a model in `dtype`; None where torch has no fast product on this CPU."""
         if weight.scale is None or dtype != torch.bfloat16:
             return None
-        twice = (2 * e2m1.numbers(weight.values)).to(torch.int8)
-        first = twice.clamp(-_MIDPOINT, _MIDPOINT - 1)
-        codes = (torch.cat((first, twice - first), 1) + _MIDPOINT).to(torch.uint8)
+        halves = e2m1.looked_up(_HALVES.to(weight.values.device), weight.values)
+        codes = torch.cat((halves & 15, halves >> 4), 1)
         scale = weight.scale / 2
         halves = replace(weight, values=codes, scale=torch.cat((scale, scale), 1), codes=Codes.INTEGERS)
         return super().pack(halves, dtype)
