@@ -246,23 +246,28 @@ def _entry(name: str) -> tuple[str, dict[str, Any]]:
 def write_folder(name: str, scheme: str, folder: Path, head_bits: int = 16) -> None:
     """Write config.json of a known shape with layers in `scheme` and a head of `head_bits`, and a tokenizer.
 
-    The tokenizer is the bundled model's. Made-up words fill it up to the shape's vocabulary.
+    In mxfp4 the config is that of gpt-oss as it is published: only experts are quantized. ConfigError for a
+    shape without stacked experts, and for a quantized head. The tokenizer is the bundled model's. Made-up
+    words fill it up to the shape's vocabulary.
     """
     from qrt.quant.checkpoint.compressed_tensors import quantization_config
+    from qrt.quant.spec import Codes
     from qrt.quant.weight import WEIGHT_SCHEMES  # imported here because they import torch
     from qrt.quant.weight.head import head_grid
 
     architecture, config = _entry(name)
-    head, (head_scheme, head_spec) = shape(name).names.head, head_grid(scheme, head_bits)
+    arch, (head_scheme, head_spec) = shape(name), head_grid(scheme, head_bits)
     kind = architecture.removesuffix("ForCausalLM").lower()  # transformers' name of the architecture
     ends = {"bos_token_id": 0, "eos_token_id": 1}
     config = {"architectures": [architecture], "model_type": kind, **ends, **config}
     spec = WEIGHT_SCHEMES[scheme].spec
     if head_spec is not None:
         config["tie_word_embeddings"] = False
-    if spec is not None:
-        overrides = {} if head_spec is None else {head: (head_scheme, head_spec)}
-        ignore = [] if overrides else [head]
+    if spec is not None and spec.codes is not Codes.INTEGERS:
+        config["quantization_config"] = _as_published(name, scheme, head_bits)
+    elif spec is not None:
+        overrides = {} if head_spec is None else {arch.names.head: (head_scheme, head_spec)}
+        ignore = [] if overrides else [arch.names.head]
         config["quantization_config"] = quantization_config(scheme, spec, ignore, {}, overrides)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
@@ -272,8 +277,21 @@ def write_folder(name: str, scheme: str, folder: Path, head_bits: int = 16) -> N
     tokenizer = json.loads((tiny / "tokenizer.json").read_text())
     vocab = tokenizer["model"]["vocab"]
     taken = {*vocab.values(), *(token["id"] for token in tokenizer["added_tokens"])}
-    vocab |= {f"\u0120w{i:06}": i for i in range(config["vocab_size"]) if i not in taken}
+    vocab |= {f"\u0120w{i:06}": i for i in range(arch.vocab_size) if i not in taken}
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+
+
+def _as_published(name: str, scheme: str, head_bits: int) -> dict[str, Any]:
+    """Return the quantization_config of gpt-oss; its quant_method is called as the scheme."""
+    experts = shape(name).experts
+    if experts is None or experts.stacked is None:
+        raise ConfigError(
+            f"weights {scheme}: expected a shape with stacked experts (gpt-oss-20b), got {name}"
+        )
+    if head_bits != 16:
+        raise ConfigError(f"--head-bits: expected 16 beside {scheme}, got {head_bits}")
+    left = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    return {"quant_method": scheme, "modules_to_not_convert": left}
 
 
 if __name__ == "__main__":

@@ -31,8 +31,8 @@ class PackedWeight(int4.PackedWeight):
         """Return the weight for a model in `dtype`; None where torch has no fast product on this CPU."""
         if weight.scale is None or dtype != torch.bfloat16:
             return None
-        halves = e2m1.looked_up(_HALVES.to(weight.values.device), weight.values)
-        codes = torch.cat((halves & 15, halves >> 4), 1)
+        both = e2m1.looked_up(_HALVES.to(weight.values.device), weight.values)
+        codes = torch.cat((both & 15, both >> 4), 1)
         scale = weight.scale / 2
         halves = replace(weight, values=codes, scale=torch.cat((scale, scale), 1), codes=Codes.INTEGERS)
         return super().pack(halves, dtype)
