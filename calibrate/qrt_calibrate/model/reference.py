@@ -57,8 +57,6 @@ class Attention(Block):
         qkv = self.stacked(self._qkv, self._prefix, x)
         if self.order is not None:
             qkv = qkv[..., self.order]
-        if arch.clip is not None:
-            qkv = qkv.clamp(-arch.clip, arch.clip)
         heads = arch.num_heads, arch.num_kv_heads, arch.num_kv_heads
         q, k, v = qkv.unflatten(-1, (-1, arch.head_dim)).split(heads, dim=-2)
         q, k = (turned(part, at) for part in (q, k)) if self._after else (q, k)
@@ -66,6 +64,8 @@ class Attention(Block):
             q, k = (self.get_submodule(name)(own) for name, own in zip(self._norms, (q, k), strict=True))
         if self._unit:
             q, k = (F.rms_norm(own, own.shape[-1:], eps=arch.norm.eps) for own in (q, k))
+        if arch.clip is not None:
+            q, k, v = (part.clamp(-arch.clip, arch.clip) for part in (q, k, v))
         if at.q_scale is not None:
             q = q * at.q_scale[:, None, None]
         q, k = (q, k) if self._after else (turned(part, at) for part in (q, k))
