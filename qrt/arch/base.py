@@ -245,7 +245,11 @@ class Arch:
             pairs.append(Smooth(names.v if whole else names.qkv, (names.o,), part=None if whole else "v"))
         if self.experts is not None:
             gated = [*self.experts.all, *([parts] if (parts := self.experts.shared_parts) else [])]
-            pairs += [Smooth(up, (down,)) for _, up, down in gated if self.act != "swiglu_oai"]
+            pairs += [
+                Smooth(inner[-1], (down,), part="up" if len(inner) == 1 else None)
+                for *inner, down in gated
+                if self.act != "swiglu_oai"
+            ]
         elif self.gate_up == "stacked":
             pairs.append(Smooth(names.gate_up, (names.down,), part="up"))
         elif self.gate_up == "parts" or self.act == "relu":
@@ -256,7 +260,7 @@ class Arch:
     def readers(self) -> dict[str, str | None]:
         """The projections that read the stream, and the norm through which they do, or None."""
         (_, qkv), _, (_, inner), *_ = self.fuse
-        shared = () if self.experts is None else self.experts.shared_parts[:2]
+        shared = () if self.experts is None else self.experts.shared_parts[:-1]
         found: dict[str, str | None] = dict.fromkeys(qkv, self.names.attention_in)
         return found | dict.fromkeys((*inner, *shared), self.names.mlp_in)
 

@@ -30,6 +30,7 @@ MEANINGFUL: Mapping[str, tuple[Any, ...]] = {
     "logit_scale": (1,),
     "logits_scaling": (1,),
     "moe_layer_freq": (1,),
+    "moe_num_experts": (0,),
     "n_group": (0, 1),
     "n_routed_experts": (0,),
     "n_shared_experts": (0,),

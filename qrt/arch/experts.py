@@ -37,15 +37,18 @@ class Router:
 
 @dataclass(frozen=True)
 class Stacked:
-    """How a checkpoint stores all experts of a layer as two tensors. Names are relative to `Experts.module`.
+    """How a checkpoint stores all experts of a layer as two tensors.
 
-    transposed  they are [E, in, out], not [E, out, in]
+    gate_up, down  their names in `module`
+    module      that of `Experts`, or the one that holds them elsewhere in a layer
+    transposed  they are [E, in, out], not [E, out, in]; None: one or the other, as their shape says
     pairs       rows of gate and up take turns; else gate comes before up
     """
 
     gate_up: str = "gate_up_proj"
     down: str = "down_proj"
-    transposed: bool = False
+    module: str | None = None
+    transposed: bool | None = False
     pairs: bool = False
 
 
@@ -63,6 +66,7 @@ class Experts:
     correction   a tensor that is added to the scores by which experts are chosen, or None; its shape is
                  `correction_shape`
     shared       an mlp of `shared_width` that all tokens go through, with the same `parts`, or None
+    shared_stacked  the names of its two Linears where it stores gate and up as one; None: `parts`
     shared_gate  a Linear of one output, whose sigmoid multiplies the shared mlp's result, or None
     """
 
@@ -79,6 +83,7 @@ class Experts:
     correction_rank: int = 1
     shared: str | None = None
     shared_width: int = 0
+    shared_stacked: tuple[str, str] | None = None
     shared_gate: str | None = None
 
     def __post_init__(self) -> None:
@@ -119,6 +124,14 @@ class Experts:
         return [self.each(number) for number in range(self.count)]
 
     @property
+    def stored(self) -> tuple[str, str]:
+        """The names of the two tensors of stacked experts: gate and up, and down."""
+        assert (own := self.stacked) is not None
+        module = self.module if own.module is None else own.module
+        return f"{module}.{own.gate_up}", f"{module}.{own.down}"
+
+    @property
     def shared_parts(self) -> tuple[str, ...]:
-        """The names of the shared mlp's gate, up and down; empty where there is none."""
-        return () if self.shared is None else tuple(f"{self.shared}.{part}" for part in self.parts)
+        """The names of the shared mlp's Linears, down last; empty where there is none."""
+        parts = self.parts if self.shared_stacked is None else self.shared_stacked
+        return () if self.shared is None else tuple(f"{self.shared}.{part}" for part in parts)

@@ -43,7 +43,7 @@ def load_model(source: str | Path | Checkpoint, *, device: torch.device, dtype: 
     each by name.
     """
     checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
-    arch = _untie(place_names(_architecture(checkpoint), checkpoint.names()), checkpoint)
+    arch = _untie(place_names(_architecture(checkpoint), checkpoint), checkpoint)
     check_names(arch, checkpoint)
     weights = CheckpointWeights(checkpoint, device, dtype)
     decoder = build(arch, weights, progress="Loading weights")

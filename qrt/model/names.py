@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 from qrt.arch import Arch
@@ -24,27 +24,33 @@ MOVED = (
 CORRECTION = "e_score_correction_bias"  # what families call the tensor that corrects scores of experts
 
 
-def place_names(arch: Arch, stored: Collection[str]) -> Arch:
+def place_names(arch: Arch, checkpoint: Checkpoint) -> Arch:
     """Return `arch` with the names under which the checkpoint holds it.
 
     Checkpoints of a body alone leave its first name out ("h.0" for "transformer.h.0"), and those of models
     that read images have been saved with the text half in two places.
     """
+    stored = checkpoint.names()
     for old, new in (("", ""), (arch.names.embed.partition(".")[0] + ".", ""), *MOVED):
         names = arch.names.outer(lambda name, old=old, new=new: name.replace(old, new, 1))  # type: ignore[misc]
         if f"{names.embed}.weight" in stored:
-            return _stacked(replace(arch, names=names), stored)
+            return _stacked(replace(arch, names=names), checkpoint)
     return arch
 
 
-def _stacked(arch: Arch, stored: Collection[str]) -> Arch:
-    """Return `arch` with experts that are stacked as its family stacks them only if they are so stored."""
-    if arch.experts is None or arch.experts.stacked is None:
+def _stacked(arch: Arch, checkpoint: Checkpoint) -> Arch:
+    """Return `arch` with experts stacked as they are stored, if they are so stored."""
+    experts, own = arch.experts, None if arch.experts is None else arch.experts.stacked
+    if experts is None or own is None:
         return arch
-    first = f".{arch.experts.each(0)[0]}."
-    if not any(first in name for name in stored):
-        return arch
-    return replace(arch, experts=replace(arch.experts, stacked=None))
+    first = f".{experts.each(0)[0]}."
+    if any(first in name for name in checkpoint.names()):
+        own = None
+    elif own.transposed is None:
+        downs = [name for name in checkpoint.names() if name.endswith(f".{experts.stored[1]}")]
+        turned = bool(downs) and checkpoint.spec(downs[0]).shape[-1] != experts.width
+        own = replace(own, transposed=turned)
+    return replace(arch, experts=replace(experts, stacked=own))
 
 
 def check_names(arch: Arch, checkpoint: Checkpoint) -> None:
@@ -98,8 +104,7 @@ def _inside(arch: Arch) -> Iterator[str]:
         yield from arch.projections
     else:
         yield from (name for name in arch.projections if not arch.is_expert(name))
-        stacked = experts.stacked.gate_up, experts.stacked.down
-        yield from {f"{experts.module}.{name}".rpartition(".")[0]: None for name in stacked}
+        yield from {name.rpartition(".")[0]: None for name in experts.stored}
     if experts is not None:
         yield from experts.routers
         if experts.correction is not None:
@@ -111,9 +116,7 @@ def _expert_biases(experts: Experts) -> Iterator[str]:
     if experts.stacked is None:
         yield from (f"{part}.bias" for own in experts.all for part in own)
     else:
-        yield from (
-            f"{experts.module}.{part}_bias" for part in (experts.stacked.gate_up, experts.stacked.down)
-        )
+        yield from (f"{name}_bias" for name in experts.stored)
 
 
 def _stacked_in(arch: Arch) -> dict[str, tuple[str, ...]]:
@@ -121,9 +124,9 @@ def _stacked_in(arch: Arch) -> dict[str, tuple[str, ...]]:
     found: dict[str, tuple[str, ...]] = {}
     for index in range(arch.num_layers):
         experts = arch.at(index).experts
-        if experts is not None and (own := experts.stacked) is not None:
-            for name in (own.gate_up, own.down):
-                whole = f"{arch.names.layers}.{index}.{experts.module}.{name}"
+        if experts is not None and experts.stacked is not None:
+            for name in experts.stored:
+                whole = f"{arch.names.layers}.{index}.{name}"
                 parent = whole.rpartition(".")[0]
                 found[parent] = (*found.get(parent, ()), whole)
     return found

@@ -61,8 +61,9 @@ def _mlp(arch: Arch) -> dict[str, Stack]:
     if arch.experts is not None:
         if arch.experts.shared is None:
             return {}
-        (gate, up, down), inner = arch.experts.shared_parts, arch.experts.shared_width
-        stored = "parts"
+        (*inside, down), inner = arch.experts.shared_parts, arch.experts.shared_width
+        gate_up, (gate, up) = inside[0], (inside[0], inside[-1])
+        stored = "parts" if arch.experts.shared_stacked is None else "stacked"
     parts = {
         "parts": ((gate, up), (inner, inner)),
         "stacked": ((gate_up,), (2 * inner,)),
@@ -86,10 +87,10 @@ def expert_stacks(arch: Arch, index: int, number: int) -> dict[str, Stack]:
         }
         return _placed(arch, index, found)
     turns = torch.arange(2 * inner).view(-1, 2).T.flatten() if own.pairs else None
-    gate_up, down = f"{experts.module}.{own.gate_up}", f"{experts.module}.{own.down}"
+    (gate_up, down), turned = experts.stored, bool(own.transposed)
     found = {
-        "gate_up": Stack((gate_up,), (2 * inner,), hidden, experts.bias, turns, own.transposed, number),
-        "down": Stack((down,), (hidden,), inner, experts.bias, None, own.transposed, number),
+        "gate_up": Stack((gate_up,), (2 * inner,), hidden, experts.bias, turns, turned, number),
+        "down": Stack((down,), (hidden,), inner, experts.bias, None, turned, number),
     }
     return _placed(arch, index, found)
 
@@ -110,7 +111,8 @@ def _placed(arch: Arch, index: int, found: dict[str, Stack]) -> dict[str, Stack]
 def part_rows(arch: Arch, part: str) -> Tensor:
     """Return the rows of `part`, "v" or "up", in the stacked Linear that holds it, int64 [N]."""
     if part == "up":
-        return torch.arange(arch.intermediate_size, 2 * arch.intermediate_size)
+        inner = arch.intermediate_size if arch.experts is None else arch.experts.shared_width
+        return torch.arange(inner, 2 * inner)
     rows = torch.arange((arch.num_heads + 2 * arch.num_kv_heads) * arch.head_dim).view(-1, arch.head_dim)
     if arch.qkv == "grouped":
         return rows.view(arch.num_kv_heads, -1, arch.head_dim)[:, -1].flatten()

@@ -13,6 +13,7 @@ from qrt.arch import ARCHS, Arch
 from qrt.arch.read import architecture, read_arch
 from qrt.errors import CheckpointError, UnsupportedError
 from qrt.layers.rope import frequencies
+from qrt_eval.reports.models import NEEDED
 
 SIZES = {
     "vocab_size": 1000,
@@ -462,12 +463,6 @@ CLASSES = {
     name: transformers.CONFIG_MAPPING[kind]
     for kind, name in transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()
     if name in ARCHS and kind in transformers.CONFIG_MAPPING and not name.endswith("Generation")
-}
-
-
-NEEDED = {  # entries without which the class itself cannot be run
-    "Dots1ForCausalLM": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
-    "Glm4MoeForCausalLM": {"head_dim": 128},
 }
 
 

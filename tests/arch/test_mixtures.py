@@ -1,11 +1,14 @@
 """What is read from a mixture's config.json: its experts, who chooses them, and their place in a layer."""
 
 import pytest
+import torch
 import transformers
 
 from qrt.arch import Arch
+from qrt.arch.base import Smooth
 from qrt.arch.read import read_arch
 from qrt.errors import CheckpointError, UnsupportedError
+from qrt_eval.reports.models import NEEDED
 
 SIZES = {
     "vocab_size": 1000, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3,
@@ -22,14 +25,17 @@ MIXTURES = {  # how many experts there are; what else it needs
     "Glm4Moe": ("n_routed_experts", DEEPSEEK),
     "Dots1": ("n_routed_experts", DEEPSEEK),
     "MiniMaxM2": ("num_local_experts", {}),
-}
-NEEDED = {  # entries without which the class itself cannot run
-    "Dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
-    "Glm4Moe": {"head_dim": 128},
+    "GraniteMoe": ("num_local_experts", {}),
+    "GraniteMoeShared": ("num_local_experts", {"shared_intermediate_size": 64}),
+    "GraniteMoeHybrid": ("num_local_experts", {"layer_types": ["attention"] * 3}),
+    "Ernie4_5_Moe": ("moe_num_experts", {"moe_k": 2}),
+    "HunYuanMoEV1": ("num_experts", {"moe_topk": [2, 2, 2]}),
 }
 # an mlp that all tokens go through
-SHARED = {"Qwen2Moe": "mlp.shared_expert", "Glm4Moe": "mlp.shared_experts", "Dots1": "mlp.shared_experts"}
-PLAIN_WIDTH = ("Mixtral", "Olmoe", "Phimoe", "MiniMaxM2")  # whose experts are of `intermediate_size`
+SHARED = {"Qwen2Moe": "mlp.shared_expert", "HunYuanMoEV1": "mlp.shared_mlp"}
+SHARED |= dict.fromkeys(("Glm4Moe", "Dots1", "Ernie4_5_Moe"), "mlp.shared_experts")
+STACKED = ("GraniteMoeShared", "GraniteMoeHybrid")  # whose such mlp has gate and up in one
+PLAIN_WIDTH = ("Mixtral", "Olmoe", "Phimoe", "MiniMaxM2", "GraniteMoe", *STACKED)  # have intermediate_size
 
 
 def read(family: str, config: dict) -> Arch:
@@ -41,6 +47,11 @@ def of_class(family: str, config: dict) -> transformers.PretrainedConfig:
     return getattr(transformers, f"{family}Config")(**config)
 
 
+def mixture(ours: Arch) -> tuple[int, int, int]:
+    """Return how many experts there are, how wide they are, and how many a token has."""
+    return ours.experts.count, ours.experts.width, ours.experts.router.top_k
+
+
 def first(config: transformers.PretrainedConfig, *names: str, default: object = None) -> object:
     """Return the first of the entries that the class has."""
     return next((own for name in names if (own := getattr(config, name, None)) is not None), default)
@@ -48,11 +59,16 @@ def first(config: transformers.PretrainedConfig, *names: str, default: object = 
 
 @pytest.mark.parametrize("family", MIXTURES)
 def test_entries_that_are_left_out_are_those_of_the_class(family):
-    needed = NEEDED.get(family, {})
+    needed = NEEDED.get(f"{family}ForCausalLM", {})
     truth, ours = of_class(family, needed), read(family, needed)
     experts, router = ours.experts, ours.experts.router
     assert experts.count == first(truth, "num_local_experts", "num_experts")
     assert experts.width == first(truth, "moe_intermediate_size", default=truth.intermediate_size)
+    shared = {"HunYuanMoEV1": truth.intermediate_size, "Ernie4_5_Moe": 2 * 1536}.get(family)
+    assert experts.shared_width == first(
+        truth, "shared_intermediate_size", "shared_expert_intermediate_size",
+        default=shared or experts.width * first(truth, "n_shared_experts", default=0),
+    )  # fmt: skip
     assert router.top_k == truth.num_experts_per_tok
     assert router.renormalize == first(truth, "norm_topk_prob", default=router.renormalize)
     assert router.factor == first(truth, "routed_scaling_factor", default=1)
@@ -60,7 +76,7 @@ def test_entries_that_are_left_out_are_those_of_the_class(family):
         first(truth, "n_group", default=1),
         first(truth, "topk_group", default=1),
     )
-    dense = first(truth, "first_k_dense_replace", default=0)
+    dense = first(truth, "first_k_dense_replace", "moe_layer_start_index", default=0)
     assert [layer.sparse for layer in ours.layers] == [i >= dense for i in range(ours.num_layers)]
 
 
@@ -69,16 +85,20 @@ def test_a_mixture_names_its_experts(family):
     """All experts' projections of a kind are fused; the norm before them is read by the routers too."""
     count, more = MIXTURES[family]
     arch = read(family, {**MIXTURE, count: 3, **more})
-    assert len(set(arch.projections)) == 4 + 3 * (3 + (family in SHARED))
+    assert len(set(arch.projections)) == 4 + 3 * (3 + (family in SHARED)) + 2 * (family in STACKED)
     assert sum(map(arch.is_expert, arch.projections)) == 3 * 3
     assert arch.experts.width == (SIZES["intermediate_size"] if family in PLAIN_WIDTH else 96)
     assert arch.intermediate_size == SIZES["intermediate_size"]
     found = {pair.source: pair.readers for pair in arch.smooth}
-    assert len(found["post_attention_layernorm"]) == 2 * (3 + (family in SHARED)) and arch.routers
+    readers = 2 * (3 + (family in SHARED)) + (family in STACKED)
+    assert len(found["post_attention_layernorm"]) == readers and arch.routers
     each = [f"{arch.experts.module}.{e}" for e in range(3)]
     each += [SHARED[family]] if family in SHARED else []
     _, up, down = arch.experts.parts
     assert all(found[f"{expert}.{up}"] == (f"{expert}.{down}",) for expert in each)
+    if family in STACKED:
+        parts = [pair for pair in arch.smooth if pair.part == "up"]
+        assert parts == [Smooth("shared_mlp.input_linear", ("shared_mlp.output_linear",), part="up")]
 
 
 @pytest.mark.parametrize("family", ["Glm4Moe", "Dots1"])
@@ -119,6 +139,20 @@ OTHERS = {
     "three of a token": ("Phimoe", {"num_experts_per_tok": 3}, "num_experts_per_tok: expected 2, got 3"),
     "no correction": ("MiniMaxM2", {"use_routing_bias": False}, "use_routing_bias: expected True, got False"),
     "an odd number of channels": ("MiniMaxM2", {"rotary_dim": 33}, "rotary_dim: expected an even number"),
+    "lists that differ": (
+        "HunYuanMoEV1", {"num_experts": 4, "moe_topk": [1, 1, 2]}, "moe_topk: expected the same in all",
+    ),
+    "an empty list": ("HunYuanMoEV1", {"num_experts": []}, "num_experts: expected the same in all"),
+    "no mlp beside them": ("HunYuanMoEV1", {"use_mixed_mlp_moe": False}, "use_mixed_mlp_moe: expected True"),
+    "shared K and V": ("HunYuanMoEV1", {"use_cla": True}, "use_cla: expected False, got True"),
+    "a larger least sum": ("Ernie4_5_Moe", {"moe_norm_min": 0.1}, "moe_norm_min: expected at most 1e-06"),
+    "no such tensor": ("Ernie4_5_Moe", {"moe_use_aux_free": False}, "moe_use_aux_free: expected True"),
+    "Mamba": ("GraniteMoeHybrid", {"layer_types": ["mamba", "attention"]}, "layer_types: expected 'attent"),
+    "Mamba by default": ("GraniteMoeHybrid", {}, "layer_types: .* got None"),
+    "other positions": (
+        "GraniteMoeHybrid", {"layer_types": ["attention"], "position_embedding_type": "alibi"},
+        "position_embedding_type: expected None or 'rope', got 'alibi'",
+    ),
     "a factor": ("Mixtral", {"routed_scaling_factor": 2.5}, "routed_scaling_factor: expected none"),
     "groups": ("Qwen3Moe", {"n_group": 4}, "n_group: expected none in a Qwen3MoeForCausalLM"),
     "a score": ("Qwen3Moe", {"scoring_func": "sigmoid"}, "scoring_func: expected none"),
@@ -144,6 +178,20 @@ def test_released_entries_of_mixtures_are_read():
     assert read("MiniMaxM2", m2).ropes["all"].turning == 64
     for count in ({}, {"num_nextn_predict_layers": 1}, {"num_mtp_layers": 1}):
         assert read("Glm4Moe", {"head_dim": 128, **count}).ignored == ("model.layers.46.",)
+    hunyuan = {
+        "num_experts": 64,
+        "moe_topk": [8] * 32,
+        "moe_intermediate_size": [3072] * 32,
+        "use_mla": False,
+    }
+    hunyuan |= {
+        "intermediate_size": 3072,
+        "num_shared_expert": [1] * 32,
+        "use_qk_norm": True,
+        "use_cla": False,
+    }
+    hunyuan |= {"norm_topk_prob": True, "kv_lora_rank": 512, "routed_scaling_factor": False, "n_group": False}
+    assert mixture(read("HunYuanMoEV1", hunyuan)) == (64, 3072, 8)
     dots = {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6, "moe_layer_freq": 1}
     assert read("Dots1", dots | {"scoring_func": "noaux_tc"}).experts.shared_width == 2 * 1408
 
@@ -186,3 +234,38 @@ def test_dense_layers_of_a_mixture_are_listed(change):
     assert [layer.sparse for layer in layers] == (
         [False, True, False] if "decoder_sparse_step" in change else [False, True, True]
     )
+
+
+@pytest.mark.parametrize(
+    "change, sparse",
+    [
+        ({}, [0, 1, 1, 1, 1, 1]),
+        ({"moe_layer_end_index": 3}, [0, 1, 1, 1, 0, 0]),
+        ({"moe_layer_interval": 2}, [0, 1, 0, 1, 0, 1]),
+        ({"moe_layer_start_index": 2, "moe_layer_interval": 3}, [0, 0, 1, 0, 0, 1]),
+    ],
+)
+def test_ernie_has_mixtures_in_every_so_many_of_some_layers(change, sparse):
+    """As the class of transformers makes them."""
+    config = {**SIZES, "num_hidden_layers": 6, "moe_num_experts": 2, "moe_k": 1, "moe_intermediate_size": 8}
+    with torch.device("meta"):
+        model = transformers.Ernie4_5_MoeForCausalLM(of_class("Ernie4_5_Moe", config | change))
+    assert [hasattr(layer.mlp, "experts") for layer in model.model.layers] == list(map(bool, sparse))
+    assert [layer.sparse for layer in read("Ernie4_5_Moe", config | change).layers] == list(map(bool, sparse))
+
+
+def test_granite_4_without_experts_is_dense():
+    entries = {
+        **SIZES,
+        "layer_types": ["attention"] * 3,
+        "num_local_experts": 0,
+        "shared_intermediate_size": 160,
+    }
+    arch = read("GraniteMoeHybrid", entries | {"position_embedding_type": "rope"})
+    assert arch.experts is None and arch.intermediate_size == 160
+    assert [parts for _, parts in arch.fuse[2:]] == [
+        ("shared_mlp.input_linear",),
+        ("shared_mlp.output_linear",),
+    ]
+    assert {layer.rope for layer in arch.layers} == {"all"}
+    assert {layer.rope for layer in read("GraniteMoeHybrid", entries).layers} == {None}

@@ -40,7 +40,7 @@ CASES = [
 
 def executor_of(folder):
     checkpoint = open_checkpoint(folder)
-    arch = place_names(read_arch(checkpoint.config, "model"), checkpoint.names())
+    arch = place_names(read_arch(checkpoint.config, "model"), checkpoint)
     checkpoint, arch = spelled_out(checkpoint, arch)
     return LayerExecutor(checkpoint, arch, TOKENS.shape[1], torch.device("cpu")), arch
 

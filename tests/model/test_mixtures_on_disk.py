@@ -57,3 +57,17 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path):
     change(tmp_path, {"model.layers.5.enorm.weight": torch.ones(128)})
     with pytest.raises(CheckpointError, match="does not use: model.layers.5.enorm.weight"):
         ours(tmp_path)
+
+
+def test_experts_that_are_stacked_are_read_either_way_round(tmp_path):
+    """Qwen3-VL-MoE's are published [E, in, out]; transformers 5 saves them [E, out, in]."""
+    make("qwen3_vl_moe", tmp_path)
+    before = Requests(ours(tmp_path)).run([(0, prompt(20))])[0]
+    stored = load_file(tmp_path / "model.safetensors")
+    experts = {name: own.mT.contiguous() for name, own in stored.items() if ".experts." in name}
+    assert len(experts) == 2 * 4
+    change(tmp_path, experts)
+    assert torch.equal(Requests(ours(tmp_path)).run([(0, prompt(20))])[0], before)
+    change(tmp_path, {name: own[:, :-1].contiguous() for name, own in experts.items() if "down" in name})
+    with pytest.raises(CheckpointError, match=r"down_proj: expected shape \[128, 96\].* got \[128, 95\]"):
+        ours(tmp_path)

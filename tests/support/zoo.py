@@ -38,6 +38,8 @@ EXPERTS |= {"moe_intermediate_size": 96}
 GROUPS = {"first_k_dense_replace": 1, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
 LLAMA4 = {"num_local_experts": 8, "num_experts_per_tok": 1, "intermediate_size": 96, "floor_scale": 8}
 LLAMA4 |= {"intermediate_size_mlp": 192, "interleave_moe_layer_step": 2, "attention_chunk_size": WINDOW}
+ALPHA = {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 1000.0, "factor": 1.0}
+HYBRID = {"layer_types": [FULL] * 4, "shared_intermediate_size": 160, "position_embedding_type": "rope"}
 GRANITE = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.03}
 
 
@@ -124,11 +126,19 @@ MODELS: dict[str, Model] = {
     "gpt_oss": Model("gpt_oss", EXPERTS | {"sliding_window": WINDOW, "rope_parameters": YARN | {
         "rope_theta": 1.5e5, "truncate": False}}),
     "granite": Model("granite", GRANITE | {"logits_scaling": 8.0}),
+    "granitemoe": Model("granitemoe", EXPERTS | GRANITE | {"logits_scaling": 8.0}),
+    "granitemoeshared": Model("granitemoeshared", EXPERTS | GRANITE | {"shared_intermediate_size": 160}),
+    "granite4": Model("granitemoehybrid", GRANITE | HYBRID | {"num_local_experts": 0}),
+    "granite4-moe": Model("granitemoehybrid", EXPERTS | GRANITE | HYBRID | {"position_embedding_type": None}),
     "smollm3": Model("smollm3", {"no_rope_layer_interval": 4}),
     "exaone4": Model("exaone4", MIXED),
     "nemotron": Model("nemotron", {"partial_rotary_factor": 0.5}),
-    "hunyuan": Model("hunyuan_v1_dense"),
+    "hunyuan": Model("hunyuan_v1_dense", {"rope_parameters": ALPHA}),
+    "hunyuan_moe": Model("hunyuan_v1_moe", EXPERTS | {"moe_topk": 2, "rope_parameters": ALPHA}),
     "ernie": Model("ernie4_5", {"use_bias": False}),
+    "ernie_moe": Model("ernie4_5_moe", EXPERTS | {
+        "moe_num_experts": 8, "moe_k": 2, "moe_num_shared_experts": 2, "moe_layer_start_index": 1,
+        "moe_layer_end_index": 2}),
     "seed_oss": Model("seed_oss"),
     "apertus": Model("apertus", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
     "arcee": Model("arcee"),
@@ -140,6 +150,9 @@ MODELS: dict[str, Model] = {
     "qwen2_vl": text("qwen2_vl", rope_parameters=POSITIONS),
     "qwen2_5_vl": text("qwen2_5_vl", rope_parameters=POSITIONS),
     "qwen3_vl": text("qwen3_vl", rope_parameters=POSITIONS | {"mrope_interleaved": True}),
+    "qwen3_vl_moe": text(
+        "qwen3_vl_moe", rope_parameters=POSITIONS | {"mrope_interleaved": True}, num_experts=8,
+        num_experts_per_tok=2, moe_intermediate_size=96),
     "internvl": text("internvl", "qwen2", "internvl_vision"),
     "baichuan-7b": Model("llama", ALL_HEADS, "BaiChuanForCausalLM", fused=("self_attn.W_pack", 1)),
     "baichuan2-7b": Model("llama", ALL_HEADS, "BaichuanForCausalLM", fused=("self_attn.W_pack", 1)),

@@ -147,7 +147,7 @@ def plan(checkpoint: Checkpoint, recipe: Recipe, *devices: torch.device) -> Job:
     if checkpoint.quantization:
         raise _quantized(checkpoint.path)
     checkpoint = as_stored(checkpoint)  # it may come from an earlier plan
-    arch = place_names(_architecture(checkpoint.config, checkpoint.path), checkpoint.names())
+    arch = place_names(_architecture(checkpoint.config, checkpoint.path), checkpoint)
     source, stored = checkpoint, arch
     checkpoint, arch = spelled_out(checkpoint, arch)
     if arch.experts is not None:

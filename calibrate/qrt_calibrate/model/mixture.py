@@ -74,7 +74,7 @@ class Mixture(nn.Module):
         nest(self, self._gate, nn.Linear(arch.hidden_size, spec.count, spec.gate_bias, device=META))
         self._correction = None if spec.correction is None else inside(spec.correction)
         if self._correction is not None:
-            nest_parameter(self, self._correction, spec.count)
+            nest_parameter(self, self._correction, *spec.correction_shape)
         self._shared = None if spec.shared is None else inside(spec.shared)
         if self._shared is not None:
             nest(self, self._shared, Mlp(arch, index, f"{layer}{spec.shared}."))
@@ -106,7 +106,7 @@ class Mixture(nn.Module):
         return SCORES[r.score](cast(Tensor, self.get_submodule(self._gate)(x))) * r.factor
 
     def _corrected(self) -> Tensor | None:
-        return None if self._correction is None else self.get_parameter(self._correction)
+        return None if self._correction is None else self.get_parameter(self._correction).flatten()
 
     def forward(self, x: Tensor) -> Tensor:
         """x [B, T, H] -> [B, T, H]."""

@@ -69,15 +69,16 @@ def _slices(base: Checkpoint, arch: Arch) -> dict[str, _Slice]:
     own, found = spec.stacked, {}
     gate = slice(0, None, 2) if own.pairs else slice(0, spec.width)
     up = slice(1, None, 2) if own.pairs else slice(spec.width, None)
-    places = (own.gate_up, gate), (own.gate_up, up), (own.down, slice(None))
+    gate_up, down = spec.stored
+    places = (gate_up, gate), (gate_up, up), (down, slice(None))
     for index in range(arch.num_layers):
         if not arch.layers[index].sparse:
             continue
         layer = f"{arch.names.layers}.{index}."
         for number in range(spec.count):
             for part, (name, rows) in zip(spec.each(number), places, strict=True):
-                stored = f"{layer}{spec.module}.{name}"
-                found[f"{layer}{part}.weight"] = _Slice(stored, number, rows, own.transposed)
+                stored = f"{layer}{name}"
+                found[f"{layer}{part}.weight"] = _Slice(stored, number, rows, bool(own.transposed))
                 if base.has(bias := f"{stored}_bias"):
                     found[f"{layer}{part}.bias"] = _Slice(bias, number, rows, False)
     return found

@@ -21,7 +21,7 @@ from qrt_calibrate.job.calibrated import uncalibrated
 from qrt_eval.results.console import show
 
 SMALL = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "max_position": 64}
-NEEDED = {  # entries without which a family has no defaults
+NEEDED: dict[str, dict[str, Any]] = {  # entries without which a family has no defaults
     "Dots1ForCausalLM": {
         "n_routed_experts": 8,
         "n_shared_experts": 1,
@@ -29,6 +29,7 @@ NEEDED = {  # entries without which a family has no defaults
         "first_k_dense_replace": 1,
     },
     "Glm4MoeForCausalLM": {"head_dim": 128},
+    "GraniteMoeHybridForCausalLM": {"layer_types": ["attention"] * 32},
 }
 
 

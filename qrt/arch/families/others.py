@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 from qrt.arch.base import Arch, Names, Norm
-from qrt.arch.entries import Entries, number, positive, typed
+from qrt.arch.entries import Entries, expect, number, positive, typed
 from qrt.arch.families.alibi import slopes
 from qrt.arch.families.llama import each, full, llama, neighbours, windows
 from qrt.arch.families.olmo import BEHIND
@@ -17,7 +18,7 @@ SECOND_VOCABULARY = 125696  # of Baichuan 2, which normalizes the rows of its he
 SMALL = 4096  # hidden size of Baichuan 7B
 
 
-def granite(c: Entries) -> Arch:
+def granite(c: Entries, **changes: Any) -> Arch:
     """IBM Granite 3: four multipliers."""
     c = c.filled(
         embedding_multiplier=1.0, residual_multiplier=1.0, attention_multiplier=1.0, logits_scaling=1.0
@@ -28,6 +29,7 @@ def granite(c: Entries) -> Arch:
         residual_scale=number(c, "residual_multiplier"),
         attention_scale=number(c, "attention_multiplier"),
         logit_scale=1 / number(c, "logits_scaling"),
+        **changes,
     )
 
 
@@ -85,6 +87,10 @@ def ernie(c: Entries) -> Arch:
 def hunyuan(c: Entries) -> Arch:
     """Tencent HunYuan dense: a norm over heads of q and k behind RoPE."""
     c = c.filled(vocab_size=290943, rms_norm_eps=1e-5)
+    for entry, value in {"use_qk_norm": True, "use_cla": False, "use_mla": False}.items():
+        expect(c, entry, value)
+    for entry in ("kv_lora_rank", "norm_topk_prob"):  # of the attention that use_mla means, and of experts
+        c.get(entry)
     names = Names(q_norm="self_attn.query_layernorm", k_norm="self_attn.key_layernorm")
     return llama(c, names=names, qk_norm="after", mlp_bias=False)
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from qrt.arch.base import Arch
 from qrt.arch.entries import Entries, typed
+from qrt.arch.experts import Stacked
 from qrt.arch.families import gemma, qwen
 from qrt.arch.families import llama4 as llama4_family
 from qrt.arch.families import mistral as mistral_family
@@ -69,9 +70,17 @@ def qwen2_vl(c: Entries) -> Arch:
 def qwen3_vl(c: Entries) -> Arch:
     """Qwen 3 VL."""
     text = _text(c).filled(max_position_embeddings=128000, rope_theta=5e5)
-    arch = _read(text, qwen.qwen3)
-    names = arch.names.outer(lambda name: name.replace("model.", "model.language_model.", 1))
-    return replace(arch, names=names, ignored=IMAGES)
+    return _inner(_read(text, qwen.qwen3))
+
+
+def qwen3_vl_moe(c: Entries) -> Arch:
+    """Qwen 3 VL MoE: all experts of a layer are two tensors, [E, in, out] or as transformers 5 saves them."""
+    text = _text(c).filled(intermediate_size=5632, num_attention_heads=16, num_key_value_heads=16)
+    text = text.filled(max_position_embeddings=128000, rope_theta=5e5, num_experts=60, norm_topk_prob=True)
+    text = text.filled(moe_intermediate_size=1408, num_experts_per_tok=4)
+    arch = _inner(_read(text, qwen.qwen3_moe))
+    assert arch.experts is not None
+    return replace(arch, experts=replace(arch.experts, stacked=Stacked(transposed=None)))
 
 
 def _text(c: Entries) -> Entries:
@@ -88,6 +97,11 @@ def _read(text: Entries, family: Callable[[Entries], Arch]) -> Arch:
     arch = family(text)
     text.refuse_unread()
     return arch
+
+
+def _inner(arch: Arch) -> Arch:
+    names = arch.names.outer(lambda name: name.replace("model.", "model.language_model.", 1))
+    return replace(arch, names=names, ignored=IMAGES)
 
 
 def _inside(arch: Arch) -> Arch:
