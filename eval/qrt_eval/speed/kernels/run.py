@@ -16,7 +16,7 @@ from qrt.errors import ConfigError
 from qrt_eval.inputs.shapes import shape
 from qrt_eval.results.console import show
 from qrt_eval.results.record import save
-from qrt_eval.speed.kernels import attention, elementwise, explain, layer, linear, peers, sample
+from qrt_eval.speed.kernels import attention, elementwise, experts, explain, layer, linear, peers, sample
 from qrt_eval.speed.kernels.row import OPS, Row
 from qrt_eval.speed.kernels.timer import Rates, measure_rates
 from qrt_eval.speed.kernels.tune import tune
@@ -62,10 +62,9 @@ def measure(config: Arch, arguments: Namespace, rates: Rates, device: torch.devi
     decodes, prefills = arguments.decode or DECODES, arguments.prefill or PREFILLS
     if "layer" in ops:
         yield from layer.rows(config, decodes if arguments.decode else LAYERS, rates, device)
-    if "chain" in ops:
-        yield from layer.chain_rows(config, tokens, rates, device)
-    if "linear" in ops:
-        yield from linear.rows(config, tokens, rates, device)
+    for op, rows in (("chain", layer.chain_rows), ("linear", linear.rows), ("experts", experts.rows)):
+        if op in ops:
+            yield from rows(config, tokens, rates, device)
     if "decode" in ops:
         yield from attention.decode_rows(config, decodes, rates, device, arguments.compare)
     if "prefill" in ops:

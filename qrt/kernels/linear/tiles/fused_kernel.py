@@ -110,7 +110,10 @@ def _fused(  # noqa: C901 -- its branches are constants
     inside = live & (n < N)[:, None]
     last = True
     if SPLITS > 1:
-        at = n[:, None] * M + tokens[None, :]
+        if EXPERTS is None:
+            at = n[:, None] * M + tokens[None, :]
+        else:  # few of the tokens are real
+            at = tokens[None, :] * N + n[:, None]
         acc, last = sum_splits(acc, PARTS, ARRIVALS + counter, at, inside, M * N, split, SPLITS)
     if last:
         if BIASED:

@@ -13,7 +13,7 @@ from qrt.quant.digits import MOST_TOKENS
 from qrt.quant.weight import WEIGHT_SCHEMES
 from qrt_eval.cli import main
 from qrt_eval.inputs import shapes
-from qrt_eval.speed.kernels import timer, trials, tune
+from qrt_eval.speed.kernels import experts, timer, trials, tune
 from qrt_eval.speed.kernels.linear import products
 from qrt_eval.speed.kernels.timer import COLD_BYTES, Rates, copies, microseconds
 from result_schema import checked
@@ -62,6 +62,45 @@ def test_every_operator_has_rows(small, tmp_path, capsys):
     baseline = {at for op, what, at in cells if (op, what) == ("prefill", "torch SDPA, contiguous")}
     assert baseline == {"32 + 0", "32 + 32"}
     assert "linear" in capsys.readouterr().out
+
+
+MIXTURE = SMALL | {
+    "num_attention_heads": 2, "moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+}  # fmt: skip
+
+
+def test_experts_of_a_mixture_have_rows(monkeypatch, tmp_path):
+    monkeypatch.setitem(shapes.SHAPES, "small-moe", ("Qwen3MoeForCausalLM", MIXTURE))
+    monkeypatch.setattr(experts, "copies", lambda num_bytes: 4)
+    out = tmp_path / "kernels.json"
+    words = "kernels --shape small-moe --op experts --tokens 1 3 --json"
+    assert main([*words.split(), str(out)]) == 0
+    cells = {(row["what"], row["at"]): row for row in checked(out)["kernels"]}
+    names = {"route", "fp16 by torch", *WEIGHT_SCHEMES}
+    assert set(cells) == {(name, at) for name in names for at in ("M=1", "M=3")}
+    for (name, _), row in cells.items():
+        assert row["us"] > 0 and row["floor_us"] > 0 and row["ours"] == (name != "fp16 by torch")
+    one = cells["fp16", "M=1"]
+    assert one["flops"] == 2 * 6 * 128 * 64
+    assert one["num_bytes"] == 2 * 3 * 128 * 64 * 4 + 2 * 128 * 4  # two experts in fp32, x and y
+    assert one["num_bytes"] < cells["fp16", "M=3"]["num_bytes"] <= 4 * one["num_bytes"]
+
+
+@pytest.mark.parametrize("on_input", [False, True])
+def test_experts_by_torch_compute_the_same(on_input):
+    x, weights = torch.randn(9, 32), torch.rand(9, 2)
+    gate_up, down = torch.randn(4, 2 * 48, 32), torch.randn(4, 32, 48)
+    biases = torch.randn(4, 2 * 48), torch.randn(4, 32)
+    chosen = experts.choices(4, 2, 9, 1)[0]
+    args = x, chosen, weights, [gate_up], biases[0], [down], biases[1], "fp16", "silu", on_input
+    torch.testing.assert_close(experts.by_torch(*args), experts.experts(*args), rtol=1e-4, atol=1e-4)
+
+
+def test_one_token_chooses_other_experts_in_each_call():
+    found = torch.cat(experts.choices(16, 4, 1, 8))
+    assert found[:4].unique().numel() == found[4:].unique().numel() == 16
+    assert torch.equal(found[:4], found[4:])
 
 
 def test_explain_names_a_kernel_for_every_product_and_scheme(small, capsys):
