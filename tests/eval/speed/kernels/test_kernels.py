@@ -177,9 +177,11 @@ def test_shapes_have_the_published_sizes(name):
                  "gemma-3-27b": 27.0, "qwen3-30b-a3b": 30.5, "mixtral-8x7b": 46.7,
                  "gpt-oss-20b": 20.9}  # fmt: skip
     assert billions == pytest.approx(published[name], rel=0.01)
-    assert config.windows == {"gemma-2-9b": (4096, 0), "gemma-3-27b": (1024, 0), "gpt-oss-20b": (128, 0)}.get(
-        name, (0,)
-    )
+    assert tuple(reach.window for reach in config.reaches) == {
+        "gemma-2-9b": (4096, 0),
+        "gemma-3-27b": (1024, 0),
+        "gpt-oss-20b": (128, 0),
+    }.get(name, (0,))
 
 
 def test_every_key_has_a_trial_and_none_is_tried_twice():
