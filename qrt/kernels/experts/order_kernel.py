@@ -19,9 +19,9 @@ from qrt.kernels.linear.shared.places import Places
 from qrt.kernels.sizes import cdiv, next_power_of_2
 
 CHUNK = 512  # assignments of a program, if there are many
-FEW_CHUNK = 64  # if there are few
+FEW_CHUNK = 64  # up to so many programs
 FEW = 1 << 16  # most assignments times experts that every program counts
-_RANKED = tl.constexpr(32)  # assignments that are compared with a chunk's at a time
+_RANKED = tl.constexpr(16)  # assignments that are compared with a chunk's at a time
 
 
 @triton.jit
@@ -53,7 +53,7 @@ def _place(
     CHOSEN, COUNTS, ORDER, EXPERTS, count, blocks, each, E: tl.constexpr, EP: tl.constexpr,
     STEP: tl.constexpr, CHUNK: tl.constexpr, BM: tl.constexpr, EACH: tl.constexpr, launch_pdl: tl.constexpr,
 ):  # fmt: skip
-    """Place a chunk of assignments, and describe `each` (at most EACH) of the blocks; grid (chunks,)."""
+    """Place a chunk of assignments, and describe `each` of the blocks, EACH at a time; grid (chunks,)."""
     after_previous(launch_pdl)
     chunk = tl.program_id(0)
     first = chunk * CHUNK
@@ -87,15 +87,17 @@ def _place(
     place = tl.gather(begin * BM + before, expert, 0) + tl.sum(lower, 1)
     tl.store(ORDER + place, a, mask=a < count)
 
-    b = chunk * each + tl.arange(0, EACH)
-    real = (tl.arange(0, EACH) < each) & (b < blocks)
-    owner = tl.sum((end[None, :] <= b[:, None]).to(tl.int32), 1)
-    tl.store(EXPERTS + b, tl.where(owner < E, owner, -1), mask=real)
-    mine = e[None, :] == owner[:, None]
-    live = tl.sum(tl.where(mine, (total + begin * BM)[None, :] - b[:, None] * BM, 0), 1)
     row = tl.arange(0, BM)
-    padding = real[:, None] & (row[None, :] >= live[:, None])
-    tl.store(ORDER + b[:, None] * BM + row[None, :], tl.zeros([EACH, BM], tl.int32) + count, mask=padding)
+    for start in range(0, each, EACH):
+        i = start + tl.arange(0, EACH)
+        b = chunk * each + i
+        real = (i < each) & (b < blocks)
+        owner = tl.sum((end[None, :] <= b[:, None]).to(tl.int32), 1)
+        tl.store(EXPERTS + b, tl.where(owner < E, owner, -1), mask=real)
+        mine = e[None, :] == owner[:, None]
+        live = tl.sum(tl.where(mine, (total + begin * BM)[None, :] - b[:, None] * BM, 0), 1)
+        padding = real[:, None] & (row[None, :] >= live[:, None])
+        tl.store(ORDER + b[:, None] * BM + row[None, :], tl.zeros([EACH, BM], tl.int32) + count, mask=padding)
 
 
 def most_blocks(count: int, experts: int, block: int) -> int:
@@ -110,7 +112,7 @@ def order(chosen: Tensor, experts: int, block: int) -> Places:
     places = torch.empty(blocks * block, dtype=torch.int32, device=device)
     owners = torch.empty(blocks, dtype=torch.int32, device=device)
     width, few = max(16, next_power_of_2(experts)), count * experts <= FEW
-    chunk = FEW_CHUNK if few else CHUNK
+    chunk = FEW_CHUNK if few or count <= FEW_CHUNK**2 else CHUNK
     chunks = cdiv(count, chunk)
     each, counts = cdiv(blocks, chunks), None
     shape = {"E": experts, "EP": width, "STEP": max(8, 4096 // width), "CHUNK": chunk}
@@ -118,6 +120,6 @@ def order(chosen: Tensor, experts: int, block: int) -> Places:
     if not few:
         counts = torch.empty(chunks, experts, dtype=torch.int32, device=device)
         variant(_count, **shape).launch((chunks,), chosen, counts, count)
-    kernel = variant(_place, **shape, BM=block, EACH=next_power_of_2(each))
+    kernel = variant(_place, **shape, BM=block, EACH=min(next_power_of_2(each), 8192 // width))
     kernel.launch((chunks,), chosen, counts, places, owners, count, blocks, each)
     return Places(places, owners, block, count)
