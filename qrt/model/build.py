@@ -11,6 +11,7 @@ from tqdm import tqdm
 
 from qrt.arch import Arch
 from qrt.arch.experts import Experts
+from qrt.errors import UnsupportedError
 from qrt.kernels.scores import Scores
 from qrt.layers.activations import XIELU
 from qrt.layers.attention import Attention, HeadNorm, Heads
@@ -245,6 +246,11 @@ class _Layer:
         assert experts is not None
         of_each = [expert_stacks(arch, self.index, number) for number in range(experts.count)]
         gate_up, down = (weights.experts([own[role] for own in of_each]) for role in ("gate_up", "down"))
+        if gate_up.scheme != down.scheme:
+            raise UnsupportedError(
+                f"{self.prefix}.{experts.module}: expected gate, up and down in one scheme, got "
+                f"{gate_up.scheme} and {down.scheme}; quantize all of them alike, or none"
+            )
         shared_gate = None
         if experts.shared_gate is not None:
             name = f"{self.prefix}.{experts.shared_gate}"

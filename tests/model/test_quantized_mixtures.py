@@ -91,20 +91,22 @@ def test_gptq_and_awq(name, tool, sources, tmp_path):
     assert distance(tmp_path / "q", source) > 1e-3
 
 
-def fp8(tensors, modules, block, scale):
-    """Round `modules` to fp8 in blocks, or by row (None), scales with such an ending; return the floats."""
+def fp8(weight, block):
+    """Round [N, K] in blocks, or by row (None): codes, scales, and what they stand for."""
+    n, k = weight.shape
+    rows, columns = block or (1, k)
+    blocks = functional.pad(weight, (0, -k % columns, 0, -n % rows)).view(-(-n // rows), rows, -1, columns)
+    scales = blocks.abs().amax((1, 3)) / 448
+    spread = scales.repeat_interleave(rows, 0)[:n].repeat_interleave(columns, 1)[:, :k]
+    codes = (weight / spread).to(torch.float8_e4m3fn)
+    return codes, scales, codes.float() * spread
+
+
+def fp8_modules(tensors, modules, block, scale):
+    """Round `modules` to fp8, with scales of such an ending; return the floats."""
     floats = {}
     for module in modules:
-        weight = tensors[f"{module}.weight"]
-        n, k = weight.shape
-        rows, columns = block or (1, k)
-        blocks = functional.pad(weight, (0, -k % columns, 0, -n % rows)).view(
-            -(-n // rows), rows, -1, columns
-        )
-        scales = blocks.abs().amax((1, 3)) / 448
-        spread = scales.repeat_interleave(rows, 0)[:n].repeat_interleave(columns, 1)[:, :k]
-        codes = (weight / spread).to(torch.float8_e4m3fn)
-        floats[f"{module}.weight"] = codes.float() * spread
+        codes, scales, floats[f"{module}.weight"] = fp8(tensors[f"{module}.weight"], block)
         tensors.update({f"{module}.weight": codes, f"{module}.{scale}": scales})
     return floats
 
@@ -129,13 +131,49 @@ def test_fp8(name, kind, sources, tmp_path):
     source, modules = sources(name)
     entry, block, scale = KINDS[kind]
     floats = {}
-    altered(source, tmp_path / "q", lambda tensors: floats.update(fp8(tensors, modules, block, scale)))
+    altered(
+        source, tmp_path / "q", lambda tensors: floats.update(fp8_modules(tensors, modules, block, scale))
+    )
     altered(source, tmp_path / "plain", lambda tensors: tensors.update(floats))
     config = json.loads((source / "config.json").read_text()) | {"quantization_config": entry}
     (tmp_path / "q/config.json").write_text(json.dumps(config))
     assert set(ours(tmp_path / "q").schemes) == {"fp16"}
     assert distance(tmp_path / "q", tmp_path / "plain") < 1e-5
     assert distance(tmp_path / "q", source) > 1e-3
+
+
+# a mixture of stacked experts, how it is published in fp8, and whether [E, in, out]
+STACKS = [
+    ("granitemoe", "channels", False),
+    ("qwen3_vl_moe", "deepseek", False),
+    ("qwen3_vl_moe", "deepseek", True),
+]
+
+
+@pytest.mark.parametrize("name, kind, transposed", STACKS)
+def test_stacked_experts_in_fp8(name, kind, transposed, tmp_path):
+    make(name, tmp_path / "source")
+    entry, block, scale = KINDS[kind]
+    floats = {}
+
+    def quantize(tensors):
+        for stack in [stack for stack, weight in tensors.items() if weight.dim() == 3]:
+            weights = tensors[stack].transpose(1, 2) if transposed else tensors[stack]
+            parts = zip(*(fp8(weight, block) for weight in weights), strict=True)
+            codes, scales, values = map(torch.stack, parts)
+            ending = scale.removeprefix("weight")
+            tensors.update({stack: codes, f"{stack}{ending}": scales})
+            floats[stack] = values.transpose(1, 2).contiguous() if transposed else values
+
+    altered(tmp_path / "source", tmp_path / "q", quantize)
+    altered(tmp_path / "source", tmp_path / "plain", lambda tensors: tensors.update(floats))
+    config = json.loads((tmp_path / "source/config.json").read_text())
+    entry = entry | (
+        {"ignore": ["re:.*self_attn.*", "re:.*router.*", "lm_head"]} if "ignore" in entry else {}
+    )
+    (tmp_path / "q/config.json").write_text(json.dumps(config | {"quantization_config": entry}))
+    assert distance(tmp_path / "q", tmp_path / "plain") < 1e-5
+    assert distance(tmp_path / "q", tmp_path / "source") > 1e-3
 
 
 def test_gptq_rules_for_some_layers(sources, tmp_path):
@@ -183,6 +221,20 @@ def test_an_expert_in_other_groups_is_refused(sources, tmp_path):
         r"layers\.1\..*experts\.5\.w1: expected w4a16 on the grid of .*experts\.0\.w1, got w4a16 on another; "
     )
     with pytest.raises(CheckpointError, match=text):
+        ours(tmp_path / "m")
+
+
+def test_projections_in_different_schemes_are_refused(sources, tmp_path):
+    """One operator multiplies by both, in one scheme."""
+    source, modules = sources("mixtral")
+    down = [module for module in modules if module.endswith(".w2")]
+    others = [module for module in modules if module not in down]
+    quantize_as("gptq-v2-sym-order-int8", source, tmp_path / "down", tmp_path / "1", down, group=GROUP)
+    quantize_as("gptq-v2-asym", tmp_path / "down", tmp_path / "m", tmp_path / "2", others, group=GROUP)
+    rule = {".*w2": {"bits": 8, "sym": True, "desc_act": True}}
+    configure(tmp_path / "m", lambda config: config.update(dynamic=rule))
+    text = r"layers\.0\..*experts: expected gate, up and down in one scheme, got w4a16 and w8a16; quantize"
+    with pytest.raises(UnsupportedError, match=text):
         ours(tmp_path / "m")
 
 

@@ -67,6 +67,24 @@ def test_fp8_in_blocks(tmp_path, stack, scale):
         assert torch.equal(checkpoint.expert(stack, index)[1].values, (weights.float() * spread)[index])
 
 
+def test_fp8_that_is_transposed(tmp_path):
+    """As Qwen3-VL-MoE is published: weights [E, in, out], and a scale for each block of them as they lie."""
+    weights, scales = torch.randn(E, K, N).to(torch.float8_e4m3fn), torch.rand(E, 2, 2) + 0.5
+    checkpoint = save(tmp_path / "m", {UP: weights, f"{UP}_scale_inv": scales}, BLOCKS)
+    spread = scales.repeat_interleave(128, 1).repeat_interleave(128, 2)[:, :, :N]
+    for index in range(E):
+        weight = checkpoint.expert(UP, index, transposed=True)[1]
+        assert torch.equal(weight.values, (weights.float() * spread)[index].T)
+        assert weight.values.is_contiguous()
+
+
+def test_scales_of_static_activations_are_not_read(tmp_path):
+    tensors = {UP: torch.randn(E, N, K).to(torch.float8_e4m3fn), f"{UP}_scale_inv": torch.rand(E, 2, 2)}
+    tensors |= {f"{UP}_{kind}_scale": torch.ones(E) for kind in ("input", "activation")}
+    checkpoint = save(tmp_path / "m", tensors, BLOCKS)
+    assert checkpoint.expert(UP, 1)[1].values.shape == (N, K)
+
+
 def test_mxfp4(tmp_path):
     blocks, scales = pack_mxfp4(torch.randn(E, N, K))
     checkpoint = save(

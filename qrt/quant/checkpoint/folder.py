@@ -16,6 +16,7 @@ from qrt.quant.spec import TensorSpec
 from qrt.registry import nearest
 
 WEIGHT = ".weight"
+BESIDE = ("_bias", "_input_scale", "_activation_scale")  # endings that say nothing about the weight
 MISMATCH = "the weights do not match config.json; download both again"
 
 
@@ -113,17 +114,15 @@ class Expert(TensorFolder):
         if self._stack.endswith(WEIGHT) or not name.startswith(f"{self.module}."):
             return name
         kind = name.removeprefix(self.module)
-        if kind == ".bias":
-            return f"{self._stack}_bias"
-        return f"{self._stack}{kind.removeprefix(WEIGHT)}"
+        return f"{self._stack}{kind.removeprefix(WEIGHT).replace('.', '_', 1)}"
 
     def _own_name(self, stored: str) -> str | None:
         """Return the Linear's name of a stored tensor; None for one of another module."""
         if stored.startswith(f"{self.module}."):
             return stored
         kind = stored.removeprefix(self._stack)
-        if kind == "_bias":
-            return f"{self.module}.bias"
+        if stored.startswith(self._stack) and kind in BESIDE:
+            return f"{self.module}.{kind[1:]}"
         is_own = stored.startswith(self._stack) and kind[:1] in ("", "_")
         return f"{self.module}{WEIGHT}{kind}" if is_own else None
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from qrt.errors import CheckpointError, UnsupportedError
 from qrt.folder import SEPARATE_CONFIGS, is_file, read_config, read_json
@@ -81,15 +84,20 @@ class Checkpoint(TensorFolder):
     def expert(self, stack: str, index: int, *, transposed: bool = False) -> tuple[str, WeightData]:
         """Return the scheme and the canonical weight of one of the experts that are stored as one tensor.
 
-        `stack` is the name that their unquantized weights have, [E, N, K], or [E, K, N] if `transposed`, for
-        example "model.layers.0.mlp.experts.gate_up_proj" or, of a module, "...input_linear.weight". Their
-        other tensors have longer names (`folder.Expert`). Nothing of the other experts is read. Raises as
-        `linear` does.
+        `stack` is the name that their weights have, [E, N, K], or [E, K, N] if `transposed`, for example
+        "model.layers.0.mlp.experts.gate_up_proj" or, of a module, "...input_linear.weight". Scales of fp8 lie
+        as their weights do; packed codes are never transposed. Other tensors of the experts have longer names
+        (`folder.Expert`). Nothing of the other experts is read. Raises as `linear` does.
         """
         one = Expert(self, stack, self._near(stack), index)
-        found, read = self._read(one, one.module, transposed)
-        self._refuse(one.name_in_messages(name) for name in one.names() if name not in read)
-        return found
+        name = f"{one.module}.weight"
+        is_fp8 = one.has(name) and one.spec(name).dtype == torch.float8_e4m3fn
+        (scheme, weight), read = self._read(one, one.module, transposed and not is_fp8)
+        if transposed and is_fp8:
+            weight = replace(weight, values=weight.values.T.contiguous())
+        left = (name for name in one.names() if name not in read and not is_unread(name))
+        self._refuse(map(one.name_in_messages, left))
+        return scheme, weight
 
     def is_reordered(self, module: str) -> bool:
         """Return whether a Linear's groups take its inputs in another order than they come."""
