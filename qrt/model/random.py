@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -108,8 +109,8 @@ class RandomWeights:
         return False
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Norm weights of one; an embedding of unit variance."""
-        if len(shape) < 2:
+        """Norm weights and other vectors of one; an embedding of unit variance."""
+        if math.prod(shape) == max(shape, default=1):
             return torch.ones(shape, device=self.device, dtype=self.dtype)
         return self._normal(shape, 1.0)
 

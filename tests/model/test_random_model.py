@@ -165,3 +165,17 @@ def test_only_experts_are_in_mxfp4():
         for arch in (mixture, llama)
     ]
     assert [model.schemes for model in found] == [{"fp16": 4, "mxfp4": 4}, {"mxfp4": 8}]
+
+
+def test_a_stored_correction_prefers_no_expert():
+    """Whatever its shape; else all tokens of a model for measurements would choose the same experts."""
+    sizes = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes |= {"num_key_value_heads": 2, "moe_intermediate_size": 32, "intermediate_size": 64}
+    for name, own in {
+        "Ernie4_5_MoeForCausalLM": {"moe_num_experts": 4, "moe_k": 2},
+        "Glm4MoeForCausalLM": {"n_routed_experts": 4, "num_experts_per_tok": 2, "head_dim": 32},
+    }.items():
+        arch = read_arch({"architectures": [name], **sizes, **own}, "model")
+        model = random_model(arch, "fp16", device=torch.device("cpu"), dtype=torch.float32)
+        correction = model.layers[1].mlp.choose.correction
+        assert correction.shape == (4,) and len(set(correction.tolist())) == 1
