@@ -138,7 +138,7 @@ MODELS: dict[str, Model] = {
     "ernie": Model("ernie4_5", {"use_bias": False}),
     "ernie_moe": Model("ernie4_5_moe", EXPERTS | {
         "moe_num_experts": 8, "moe_k": 2, "moe_num_shared_experts": 2, "moe_layer_start_index": 1,
-        "moe_layer_end_index": 2}),
+        "moe_layer_end_index": 2, "tie_word_embeddings": False}),
     "seed_oss": Model("seed_oss"),
     "apertus": Model("apertus", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
     "arcee": Model("arcee"),
@@ -230,6 +230,8 @@ def _randomize(model: torch.nn.Module, seed: int) -> None:
         noise = torch.randn(weight.shape, generator=random)
         if "embed" in name or re.search(r"\.w[tp]e\.", name):
             weight.copy_(0.5 * noise)
+        elif "correction" in name:  # small beside the scores, so that each expert has some tokens
+            weight.add_(0.05 * noise)
         elif weight.dim() >= 2:
             weight.copy_(noise * weight.shape[-1] ** -0.5)
         else:

@@ -30,6 +30,9 @@ from qrt_calibrate.recipe.selection import REGEX, matched, select
 from qrt_calibrate.rounding.rtn import round_weight
 from qrt_calibrate.tuning.training import Training
 
+# routers that classes of transformers know by other names, and would take for Linears to quantize
+ROUTERS = {"PhimoeForCausalLM": ("mlp.router",)}
+
 
 @dataclass(frozen=True)
 class Job:
@@ -92,7 +95,7 @@ class Job:
         routers = [
             f"{self.layer_name(index)}.{name}"
             for index in range(self.arch.num_layers)
-            for name in self.arch.at(index).routers
+            for name in (*self.arch.at(index).routers, *ROUTERS.get(self.arch.name, ()))
         ]
         own = (self.arch.names.head, HEAD)  # some models of transformers know the head by this name alone
         head = [] if self.recipe.head else dict.fromkeys(own)
