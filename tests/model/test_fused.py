@@ -147,7 +147,8 @@ def test_a_layer_of_several_schemes_is_not_chained(called):
 
 
 # norms behind blocks (alone or also in front), norms in fp32, scaled embeddings and blocks, other mlps;
-# LayerNorm with bias, without and without weight, blocks side by side; experts, also beside a shared mlp
+# LayerNorm with bias, without and without weight, blocks side by side; experts, also beside a shared mlp,
+# with sinks and biases, and such that read scaled input
 OTHERS = {
     "Gemma2ForCausalLM": {}, "GemmaForCausalLM": {}, "Glm4ForCausalLM": {}, "Olmo2ForCausalLM": {},
     "Exaone4ForCausalLM": {}, "ArceeForCausalLM": {}, "PhiForCausalLM": {}, "CohereForCausalLM": {},
@@ -158,6 +159,12 @@ OTHERS = {
     "Qwen2MoeForCausalLM": {
         "num_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 128, "decoder_sparse_step": 2,
         "shared_expert_intermediate_size": 128},
+    "GptOssForCausalLM": {
+        "num_local_experts": 4, "num_experts_per_tok": 4, "sliding_window": 16,
+        "rope_parameters": {"rope_type": "default"}},
+    "Llama4ForCausalLM": {
+        "num_local_experts": 2, "num_experts_per_tok": 2, "intermediate_size_mlp": 384, "floor_scale": 16,
+        "interleave_moe_layer_step": 2, "no_rope_layer_interval": 3, "attention_chunk_size": 16},
 }  # fmt: skip
 
 

@@ -3,10 +3,13 @@
 Without a GPU the launchers run in Triton's interpreter, put in place of the operators that the layers call.
 """
 
+from functools import partial
+
 import pytest
 import torch
 
 from hand_steps import Requests
+from mxfp4_files import publish
 from qrt.kernels.chain import ref
 from qrt.kernels.op import OPERATORS
 from qrt.model import fused
@@ -14,11 +17,13 @@ from qrt.model.loader import load_model
 from qrt.quant.spec import Granularity, QuantSpec
 from tiny_models import quantize_checkpoint, random_checkpoint
 from truth import prompt, relative
+from zoo import make
 
 CALLED = {
     "qrt.kernels.attention": ("kv_write", "decode_attention", "append_attention", "prefill_attention"),
     "qrt.layers.linear": ("linear",),
     "qrt.layers.norm": ("rmsnorm",),
+    "qrt.layers.experts": ("route", "experts", "experts_shares"),
     "qrt.model.fused": ("linear_act_int8", "act_mul", "act_mul_int8"),
     "qrt.model.merged": ("linear_int8", "add_normed", "add_rmsnorm", "add_rmsnorm_int8"),
     "qrt.kernels.chain": ("chain_op",),
@@ -40,14 +45,14 @@ def triton_in_layers(monkeypatch):
             monkeypatch.setattr(f"{layer}.{name}", launcher)
 
 
-def run(model, kv: str) -> torch.Tensor:
-    """Logits of a chunk, of a decode beside a chunk, and of two decodes."""
-    first, second = prompt(12), prompt(6, seed=1)
+def run(model, kv: str, more: int = 0) -> torch.Tensor:
+    """Logits of a chunk, of a decode beside a chunk, and of two decodes; `more` tokens in the first."""
+    first, second = prompt(12 + more), prompt(6, seed=1)
     requests = Requests(model, kv, num=2, max_len=32)
     steps = [
-        [(0, first[:9])],
-        [(0, first[9:10]), (1, second[:5])],
-        [(0, first[10:11]), (1, second[5:])],
+        [(0, first[: 9 + more])],
+        [(0, first[9 + more : 10 + more]), (1, second[:5])],
+        [(0, first[10 + more : 11 + more]), (1, second[5:])],
     ]
     return torch.cat([logits for step in steps for logits in requests.run(step)]).cpu()
 
@@ -75,6 +80,18 @@ def test_logits_are_those_of_the_references(scheme, kv, tmp_path, device, reques
     if kv == "int4":  # some of what int4 itself costs here
         bound = 0.4 * relative(run(reference, "fp16"), truth)
     assert relative(logits, truth) < bound
+
+
+@pytest.mark.parametrize(("name", "layers"), [("gpt_oss", 2), ("llama4", 4)])
+def test_mixtures_are_those_of_the_references(name, layers, tmp_path, device, request):
+    """gpt-oss as published, beyond its window; Llama 4 beyond a segment."""
+    make(name, tmp_path / "plain")
+    folder = publish(tmp_path / "plain", tmp_path / "m") if name == "gpt_oss" else tmp_path / "plain"
+    load = partial(load_model, folder, dtype=torch.float32)
+    truth = run(load(device=torch.device("cpu")).of_layers(layers), "fp16", 16)
+    if device.type == "cpu":
+        request.getfixturevalue("triton_in_layers")
+    assert relative(run(load(device=device).of_layers(layers), "fp16", 16), truth) < 1e-4
 
 
 @pytest.mark.parametrize("architecture, biased", [("Qwen2ForCausalLM", True), ("LlamaForCausalLM", False)])
