@@ -1,26 +1,43 @@
 """Attention of a step over one layer's cache: calls the operators with what a layer holds.
 
 q [T, Hq, D], k and v [T, Hkv, D] and out [T, Hq, D] hold all tokens of the step. rope is cos and sin, fp32
-[P, D/2] each; a token turns by the row of its position, or by that in `StepMeta.turns`. Each operator's
-package says what it does.
+[P, D/2] each; a token turns by the row of its position, or by that in `StepMeta.turns`. If there is one row,
+all tokens turn by it. Each operator's package says what it does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
+import torch
 from torch import Tensor
 
 from qrt.kernels.decode_attention import append_attention, decode_attention
 from qrt.kernels.kv_write import kv_write
 from qrt.kernels.prefill_attention import prefill_attention
 from qrt.kernels.scores import Scores
+from qrt.kernels.sizes import next_power_of_2
 from qrt.kernels.step import KVLayer, StepMeta
+
+
+def _turns(rope: tuple[Tensor, Tensor], step: StepMeta) -> Tensor | None:
+    """Return each token's row of `rope`, int32 [T]; None: its position."""
+    if len(rope[0]) > 1:
+        return step.turns
+    count = len(step.tokens)
+    return _first_rows(next_power_of_2(count), step.tokens.device)[:count]
+
+
+@cache  # CUDA graphs hold its address
+def _first_rows(count: int, device: torch.device) -> Tensor:
+    return torch.zeros(count, dtype=torch.int32, device=device)
 
 
 def store(q: Tensor, k: Tensor, v: Tensor, rope: tuple[Tensor, Tensor], step: StepMeta, kv: KVLayer) -> None:
     """Apply RoPE to q and k, turn q, k and v into the cache's basis in place, store k and v (`kv_write`)."""
-    rows = step.positions if step.turns is None else step.turns
+    rows = _turns(rope, step)
+    rows = step.positions if rows is None else rows
     slots = step.places(kv.group).slots
     kv_write(q, k, v, *rope, rows, slots, kv.buffers, kv.smoothing, kv.format)
 
@@ -109,6 +126,6 @@ def append(
         scores.softcap,
         scores.slopes,
         scores.sinks,
-        step.turns,
+        _turns(rope, step),
         scores.segment,
     )

@@ -16,9 +16,11 @@ from torch import Tensor
 
 from qrt.arch.rope import RopeConfig
 
+BLOCK = 1 << 16  # positions whose angles are computed at a time
+
 
 class RopeTables(NamedTuple):
-    """cos, sin: fp32 [P, D/2], row p for position p.
+    """cos, sin: fp32 [P, D/2], row p for position p; one row if nothing turns.
 
     Where requests turn by their length (`Arch.short_context`), rows for short ones stand in front.
     """
@@ -83,15 +85,18 @@ def rope_tables(
 ) -> RopeTables:
     """Return the tables of positions 0..max_position-1, for channels in `channel_order`; None: nothing turns.
 
-    Angles are computed in fp64, so that position 100000 is as exact as 1.
+    Angles are computed in fp64, so that position 100000 is as exact as 1, and not of all positions at once.
     """
-    positions = torch.arange(max_position, dtype=torch.float64)
-    angles, length = torch.zeros(max_position, head_dim // 2, dtype=torch.float64), torch.ones(head_dim // 2)
+    half, pairs = head_dim // 2, 0 if rope is None else rope.turning // 2
+    cos = torch.ones(1 if rope is None else max_position, half, device=device)
+    sin = torch.zeros_like(cos)
     if rope is not None:
-        pairs = rope.turning // 2
-        angles[:, :pairs] = torch.outer(positions, frequencies(rope))
-        length[:pairs] = rope.length
-    cos, sin = ((length.double() * turned).float().to(device) for turned in (angles.cos(), angles.sin()))
+        turns = frequencies(rope)
+        for first in range(0, max_position, BLOCK):
+            rows = slice(first, min(first + BLOCK, max_position))
+            angles = torch.outer(torch.arange(rows.start, rows.stop, dtype=torch.float64), turns)
+            cos[rows, :pairs] = (rope.length * angles.cos()).float().to(device)
+            sin[rows, :pairs] = (rope.length * angles.sin()).float().to(device)
     return RopeTables(cos, sin)
 
 
@@ -99,12 +104,11 @@ def tables_by_length(
     rope: RopeConfig | None, head_dim: int, max_position: int, short_context: int, device: torch.device
 ) -> RopeTables:
     """Return `rope_tables` of all positions, behind those of requests that fit `short_context` (0: none)."""
-    short = None if rope is None else rope.of_length(short_context)
-    both = (
-        rope_tables(short, head_dim, short_context, device),
-        rope_tables(rope, head_dim, max_position, device),
-    )
-    return RopeTables(*(torch.cat(parts) for parts in zip(*both, strict=True)))
+    tables = rope_tables(rope, head_dim, max_position, device)
+    if rope is None or not short_context:
+        return tables
+    short = rope_tables(rope.of_length(short_context), head_dim, short_context, device)
+    return RopeTables(*(torch.cat(parts) for parts in zip(short, tables, strict=True)))
 
 
 def turn(x: Tensor, rope: RopeTables, rows: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import transformers
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from qrt.arch.rope import RopeConfig
-from qrt.layers.rope import channel_order, frequencies, rope_tables, turn
+from qrt.layers.rope import channel_order, frequencies, rope_tables, tables_by_length, turn
 
 LLAMA3 = RopeConfig(500000.0, 128, "llama3", "halves", 8.0, 1.0, 4.0, 8192)
 YARN = RopeConfig(1e6, 64, "yarn", "halves", 4.0, 1.0, 32.0, 32768, length=1.1386)
@@ -115,3 +115,16 @@ def test_channels_that_do_not_turn_keep_their_length(turning):
     torch.testing.assert_close(length[:, : turning // 2], torch.full((5, turning // 2), 1.25))
     assert (length[:, turning // 2 :] == 1).all()
     assert sorted(channel_order(rope, 64).tolist()) == list(range(64))
+
+
+def test_tables_of_many_positions_are_made_in_blocks(monkeypatch):
+    whole = rope_tables(YARN, 64, 300, torch.device("cpu"))
+    monkeypatch.setattr("qrt.layers.rope.BLOCK", 128)
+    for table, wanted in zip(rope_tables(YARN, 64, 300, torch.device("cpu")), whole, strict=True):
+        assert torch.equal(table, wanted)
+
+
+def test_where_nothing_turns_one_row_serves_all_positions():
+    """Llama 4 Scout has 10,485,760 positions: a row for each would take 5 GiB."""
+    cos, sin = tables_by_length(None, 64, 10_485_760, 0, torch.device("cpu"))
+    assert torch.equal(cos, torch.ones(1, 32)) and torch.equal(sin, torch.zeros(1, 32))

@@ -176,6 +176,8 @@ class TokenSteps:
             (
                 self._kv.layer(i).format,
                 layer.attention.scores.plan,
+                len(self._model.ropes[i].cos),
+                type(layer.mlp),
                 *(linear.scheme for linear in layer.linears()),
             )
             for i, layer in enumerate(self._model.layers)

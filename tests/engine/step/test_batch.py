@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from fake_decoder import FakeDecoder
 
+from qrt.arch.layer import Reach
 from qrt.engine.schedule.plan import (
     Adjustment,
     Admission,
@@ -73,7 +74,7 @@ def batch_of(plan, t=None, **options):
         "queries": Queries(2, 32),
         "num_kv_heads": 2,
         "heads_per_sm": 12,
-        "windows": (0,),
+        "reaches": (Reach(),),
         "attend_cache": False,
     } | options
     return build(plan, t, adjustments, **options)

@@ -3,6 +3,7 @@
 import gc
 import weakref
 from contextlib import contextmanager
+from copy import copy
 from importlib import import_module
 
 import numpy as np
@@ -21,6 +22,8 @@ from qrt.engine.step.graphs import TokenSteps, default_rows, default_tokens
 from qrt.engine.step.table import RequestTable
 from qrt.errors import ConfigError
 from qrt.kernels.prefill_attention.tiles import NONE
+from qrt.layers.mlp import XIELUMLP
+from qrt.layers.rope import RopeTables
 from qrt.mem.manager import KVManager
 from qrt.mem.storage import KVStorage
 from qrt.model.decoder import Decoder
@@ -260,13 +263,19 @@ def test_kernels_of_every_size_compile_before_the_first_graph(folder, monkeypatc
 @pytest.mark.parametrize("formats,count", [
     (["int8"] * 6, 2), (["fp16", *["int4"] * 5], 3), ([*["int4"] * 5, "fp16"], 6), (["int4"], 1),
     (["fp16", "int4", "fp16", "int4"], 3), (["fp16", "fp16", "int4", "int4"], 4),
+    (["int8", "int8", "still", "int8", "int8"], 4), (["int8", "other mlp", "int8", "int8"], 4),
 ])  # fmt: skip
 def test_distinct_first_layers_compile_all_kernels(folder, formats, count):
-    """Those of all kinds, and of all kinds that one follows."""
+    """Those of all kinds, and of all kinds that one follows; one may have no RoPE, one another mlp."""
     runner = Engine(EngineConfig(str(folder), device="cpu", kv_cache_memory_bytes=8 << 20)).runner
     model, config = runner.model, runner.model.arch
-    kinds = [KV_FORMATS[name] for name in formats]
-    layers = Decoder(config, model.embed, [model.layers[0]] * len(kinds), model.norm, model.head, model.ropes)
+    kinds = [KV_FORMATS[name if name in KV_FORMATS else "int8"] for name in formats]
+    still = RopeTables(*(table[:1] for table in model.ropes[0]))
+    ropes = [still if name == "still" else model.ropes[0] for name in formats]
+    other = copy(model.layers[0])
+    other.mlp = XIELUMLP(other.mlp.gate_up, other.mlp.down, None, gated=True)
+    own = [other if name == "other mlp" else model.layers[0] for name in formats]
+    layers = Decoder(config, model.embed, own, model.norm, model.head, ropes)
     kv = KVStorage(kinds, 16, config.num_kv_heads, config.head_dim, torch.float32, "cpu")
     assert TokenSteps(layers, kv, runner.table, [1])._distinct_layers() == count
 
