@@ -23,7 +23,7 @@ def folder(tmp_path):
 
 def test_valid_settings_go_on_to_the_weights(folder):
     config = EngineConfig(str(folder), kv="bf16", max_model_len=512, kv_skip_layers=(0, 1), device="cpu")
-    assert preflight(config)[1].windows == (100,)
+    assert preflight(config)[1].reaches == ((100, 0),)
     with pytest.raises(CheckpointError, match="no weights"):
         Engine(config)
 
