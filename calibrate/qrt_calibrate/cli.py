@@ -170,6 +170,11 @@ def _add_method(parser: ArgumentParser) -> None:
         f"(default: {Recipe.eval_samples}; 0 for rtn)",
     )  # fmt: skip
     add(
+        "--moe-calibrate-all-experts", action="store_const", const=True,
+        help="calibrate every expert of a mixture with all tokens (default: with the tokens that the router "
+        "sends to it and, where these are few, those that come closest)",
+    )  # fmt: skip
+    add(
         "--tune", type=int, metavar="STEPS",
         help="after rounding, train codes, scales and norms of the whole model for STEPS steps, on text that "
         "the original model writes. Use hundreds of steps and a GPU (default: 0)",

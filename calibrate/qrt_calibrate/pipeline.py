@@ -164,7 +164,8 @@ class Run:
         """Copy the tensors outside the layers, and round the head if the recipe says so."""
         if self._written.has(REST):
             return
-        job, inside = self._job, f"{self._job.arch.names.layers}."
+        job = self._job
+        inside = tuple(f"{job.layer_name(index)}." for index in range(job.arch.num_layers))
         for name in job.checkpoint.names():
             if name == f"{job.arch.names.head}.weight" and job.recipe.head is not None:
                 weight = read(job.checkpoint, name)

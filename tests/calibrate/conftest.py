@@ -1,6 +1,7 @@
 """Random checkpoints with a tokenizer, and a small calibration text."""
 
 import argparse
+import gc
 import inspect
 
 import pytest
@@ -41,3 +42,12 @@ def calib(tmp_path_factory):
 def default_text():
     """The text that calibration reads unless it is given one, and its name: Python is parsed for it."""
     return read_texts(None, None)
+
+
+@pytest.fixture
+def frozen():
+    """What was there before is out of the collector's sight: `live_bytes` neither counts nor visits it."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()

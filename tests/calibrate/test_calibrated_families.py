@@ -24,7 +24,7 @@ from zoo import MODELS, make
 TOKENS = torch.randint(4, 256, (2, 40), generator=torch.Generator().manual_seed(7))  # longer than each window
 FEW = {  # one for each way to store, to norm and to scale; the others are slow
     "phi3": "w4a16", "neox": "w8a8", "gemma2": "w4a16", "cohere2": "w4a16", "olmo2": "w8a8",
-    "qwen2_5_vl": "w4a16",
+    "qwen2_5_vl": "w4a16", "qwen2_moe": "w4a16", "gpt_oss": "w8a8",
 }  # fmt: skip
 REFUSED = {"gpt2"}
 UNLOADED = {  # whose own classes fail to make a quantized Linear (transformers 5.17)

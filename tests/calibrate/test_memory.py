@@ -7,28 +7,12 @@ import os
 import pytest
 import torch
 
+from live_bytes import live_bytes
 from qrt.errors import CheckpointError
 from qrt_calibrate import cli, pipeline
 from qrt_calibrate.model import executor, streams
 from qrt_calibrate.rounding import search
 from qrt_calibrate.steps import correct
-
-
-@pytest.fixture
-def frozen():
-    """What was there before is out of the collector's sight: `live_bytes` neither counts nor visits it."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
-def live_bytes():
-    """Bytes of all CPU tensors that the collector sees, shared and mapped storage counted once."""
-    storages = [
-        t.untyped_storage() for t in gc.get_objects() if type(t) in (torch.Tensor, torch.nn.Parameter)
-    ]
-    return sum({s.data_ptr(): s.nbytes() for s in storages if s.device.type == "cpu"}.values())
 
 
 def test_a_mapped_file_has_its_blocks_before_it_is_written(tmp_path, monkeypatch):

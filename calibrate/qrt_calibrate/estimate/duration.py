@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -18,7 +19,7 @@ from qrt_calibrate.estimate.budget import Budget
 from qrt_calibrate.job.plan import Job
 from qrt_calibrate.model.executor import BATCH_TOKENS, LayerExecutor, read_layer
 from qrt_calibrate.model.head import PlainHead
-from qrt_calibrate.model.mixture import inside
+from qrt_calibrate.model.reference import mixture_of
 from qrt_calibrate.recipe.method import Method, Scales
 from qrt_calibrate.recipe.recipe import Grid
 from qrt_calibrate.rounding.clip import search_clip
@@ -59,15 +60,16 @@ def expected_seconds(job: Job, budget: Budget | None = None) -> float:
 
 def _all_rounding(job: Job, alike: list[int], tensors: Mapping[str, Tensor]) -> float:
     """Time the rounding of the layers `alike`; `tensors` are those of one."""
-    arch, seconds = job.arch.at(alike[0]), 0.0
+    arch, rules, seconds = job.arch.at(alike[0]), job.recipe.rules, 0.0
     for fused, parts in arch.fuse:
-        stacked, times = (parts[:1], len(parts)) if _apart(arch, fused) else (parts, 1)
-        weight = torch.cat([tensors[f"{part}.weight"] for part in stacked])
+        times = _experts(arch, fused, job.recipe.moe_calibrate_all_experts)
+        weight = torch.cat([tensors[f"{part}.weight"] for part in parts[: len(parts) // times]])
         grids = Counter(job.grids[f"{job.layer_name(index)}.{parts[0]}"] for index in alike)
         for grid, count in grids.items():
             if grid is not None:
                 whole = weight.to(job.device, torch.float32)
-                seconds += count * times * _rounding(job.recipe.rules, grid, whole, job.scale_dtype)
+                own = replace(rules, rows=rules.rows and not arch.is_expert(fused))
+                seconds += count * times * _rounding(own, grid, whole, job.scale_dtype)
     return seconds
 
 
@@ -90,9 +92,14 @@ def _nearest(few: Tensor, spec: QuantSpec, dtype: torch.dtype) -> float:
     return _seconds(lambda: round_weight(few, spec, dtype).dequantize(), few)
 
 
-def _apart(arch: Arch, fused: str) -> bool:
-    """Whether the parts of `fused` have inputs of their own, as the last Linears of experts have."""
-    return arch.is_expert(fused) and fused.endswith("down_proj")
+def _experts(arch: Arch, fused: str, every: bool) -> int:
+    """Return how many inputs the parts of `fused` have: one, or one for each expert.
+
+    `every` expert is calibrated with all tokens, so that their first Linears have one input.
+    """
+    if arch.experts is None or not arch.is_expert(fused):
+        return 1
+    return 1 if every and fused.endswith("gate_up_proj") else arch.experts.count
 
 
 def _rounding(method: Method, grid: Grid, weight: Tensor, dtype: torch.dtype) -> float:
@@ -158,6 +165,7 @@ class _Windows:
 
     def __init__(self, job: Job, index: int, tensors: Mapping[str, Tensor]) -> None:
         self._job, self._arch, self._seqlen = job, job.arch.at(index), job.recipe.seqlen
+        self._every = job.recipe.moe_calibrate_all_experts
         on_cpu = job.device.type == "cpu"
         tokens = min(self._seqlen, TOKENS) if on_cpu and self._arch.experts is None else self._seqlen
         batch = 1 if on_cpu else max(1, BATCH_TOKENS // self._seqlen)
@@ -204,10 +212,12 @@ class _Windows:
                 self._hidden.shape[:2].numel(), self._shapes[parts[0]][1], device=self._hidden.device
             )
             moments = 2 * self._window(partial(torch.mm, x.T, x))  # Hessian and drift
-            if _apart(self._arch, fused):  # every expert's, and the forward to it, in both copies
-                flat = self._hidden.flatten(0, 1)
-                moments += 2 * self._window(partial(inside, self._layer, parts[0], flat))
-                moments *= len(parts)
+            if (count := _experts(self._arch, fused, self._every)) > 1:
+                if fused.endswith("down_proj"):  # the forward to it, in both copies
+                    read = mixture_of(self._layer).read
+                    moments += 2 * self._window(partial(read, 0, self._hidden.flatten(0, 1), None, True))
+                assert self._arch.experts is not None
+                moments *= count if self._every else self._arch.experts.router.top_k
             seconds += moments
         return seconds
 

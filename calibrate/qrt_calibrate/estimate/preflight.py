@@ -15,7 +15,7 @@ from qrt_calibrate.estimate.sizes import COUNTED, bits_per_weight, gigabytes, li
 from qrt_calibrate.job.plan import Job
 from qrt_calibrate.model.streams import stream_bytes
 from qrt_calibrate.rounding.gptq import WALK_BYTES
-from qrt_calibrate.steps.inputs import EXPERT_BYTES
+from qrt_calibrate.steps.experts import chunk
 from qrt_calibrate.steps.sensitivity import block_sizes, gradient_windows
 
 Shapes = Mapping[str, tuple[int, ...]]  # shapes of one layer's weights, by names inside it
@@ -30,7 +30,9 @@ class Preflight:
     working_bytes       two fp32 copies of the largest layer, the moments of an input (the Hessian and two
                         shares of the drift) and the larger of two: the matrices of a factorization (three, on
                         a CPU two), or the factor and the weights that are rounded. Methods that couple rows
-                        add the moments of a layer's outputs, a CPU the layer as stored and as it is written
+                        add the moments of a layer's outputs, a CPU the layer as stored and as it is written.
+                        Experts have moments, factors and weights of their own, so many as EXPERT_BYTES hold;
+                        a third copy of the layer counts if it takes more than all this
     replica_bytes       bytes on each further device: the copies and the moments; 0 without one
     devices             number of devices, which divide hidden states and gradients
     hidden_bytes        hidden states, exact and rounded; on disk if RAM is short
@@ -107,29 +109,35 @@ def _layer_bytes(job: Job, index: int) -> tuple[int, int]:
     tensors = [checkpoint.spec(full) for full in checkpoint.names() if full.startswith(f"{name}.")]
     weights, stored = sum(prod(spec.shape) for spec in tensors), sum(spec.num_bytes for spec in tensors)
     shapes = {part: checkpoint.spec(f"{name}.{part}.weight").shape for part in arch.projections}
-    moments, beside = _stage_bytes(arch, shapes, job.device) if rules.needs_text else (0, 0)
+    every = job.recipe.moe_calibrate_all_experts
+    moments, beside = _stage_bytes(arch, shapes, job.device, every) if rules.needs_text else (0, 0)
     outputs = _output_moments(arch, shapes) if rules.rows else 0
     replica = 2 * 4 * weights + moments + outputs
     on_cpu = stored + weights if job.device.type == "cpu" else 0  # as read, and as codes
-    return replica + beside + on_cpu, replica
+    copies = 3 * 4 * weights if any(job.recipe.windows) else 0  # at the end: exact, rounded, and to nearest
+    return max(replica + beside, copies) + on_cpu, replica
 
 
-def _stage_bytes(arch: Arch, shapes: Shapes, device: torch.device) -> tuple[int, int]:
-    """Return the most bytes that an input's moments take, and what its stage takes beyond that."""
+def _stage_bytes(arch: Arch, shapes: Shapes, device: torch.device, every: bool) -> tuple[int, int]:
+    """Return the most bytes that inputs' moments take, and what their stage takes beyond that.
+
+    `every` expert is calibrated with all tokens, so that their first Linears have one input.
+    """
     readers = arch.readers
     held = most = 0
     for fused, parts in arch.fuse:
         rows, inputs = sum(shapes[part][0] for part in parts), shapes[parts[0]][1]
         square = 4 * inputs**2
-        moments = 3 * square
-        if arch.is_expert(fused) and parts[0] not in readers:  # each expert has an input of its own
-            rows //= len(parts)
-            moments *= min(len(parts), max(1, EXPERT_BYTES // moments))
+        moments, count = 3 * square, 1
+        if arch.experts is not None and arch.is_expert(fused) and not (every and parts[0] in readers):
+            rows //= arch.experts.count
+            count = chunk(arch.experts.count, inputs)
         elif parts[0] not in readers:
             moments = square + 2 * 4 * rows * inputs
-        factors = (3 if device.type == "cuda" else 2) * square
-        held = max(held, moments)
-        most = max(most, moments + max(factors, square + WALK_BYTES * rows * inputs))
+        factorizing = (count - 1) * square + (3 if device.type == "cuda" else 2) * square
+        held = max(held, count * moments)
+        walking = count * square + WALK_BYTES * count * rows * inputs
+        most = max(most, count * moments + max(factorizing, walking))
     return held, most - held
 
 

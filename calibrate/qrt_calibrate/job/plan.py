@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -103,14 +104,23 @@ class Job:
         return [*head, *routers, *plain, *self._unread()]
 
     def _unread(self) -> list[str]:
-        """Return patterns of the modules with matrices that the architecture does not read: those of images.
+        """Return patterns of the modules with matrices that the architecture does not read.
 
-        Engines know them by other names than checkpoints do, of which they share one part.
+        They are those of images, which engines know by other names than checkpoints do, of which they share
+        one part, and layers that predict further tokens.
         """
-        names = (name for name in self.checkpoint.names() if name.startswith(self.arch.ignored))
+        names = [name for name in self.checkpoint.names() if name.startswith(self.arch.ignored)]
+        layers = f"{self.arch.names.layers}."
+        further = {
+            name[: name.index(".", len(layers)) + 1]: None for name in names if name.startswith(layers)
+        }
+        names = [name for name in names if not name.startswith(layers)]
         matrices = (name for name in names if len(self.checkpoint.spec(name).shape) > 1)
         parts = dict.fromkeys(name.removeprefix("model.").partition(".")[0] for name in matrices)
-        return [rf"{REGEX}(.*\.)?{part}\." for part in parts]
+        return [
+            *(REGEX + re.escape(layer) for layer in further),
+            *(rf"{REGEX}(.*\.)?{part}\." for part in parts),
+        ]
 
     @property
     def alike(self) -> list[list[int]]:
@@ -153,8 +163,7 @@ def plan(checkpoint: Checkpoint, recipe: Recipe, *devices: torch.device) -> Job:
     arch = place_names(_architecture(checkpoint.config, checkpoint.path), checkpoint)
     source, stored = checkpoint, arch
     checkpoint, arch = spelled_out(checkpoint, arch)
-    if arch.experts is not None:
-        recipe = _for_mixture(recipe, arch)
+    recipe = _for_experts(recipe, arch)
     if any(recipe.windows) and recipe.seqlen > arch.max_position:
         raise ConfigError(
             f"--seqlen: expected at most the model's {arch.max_position}, got {recipe.seqlen}; lower it"
@@ -205,11 +214,18 @@ def as_stored(checkpoint: Checkpoint) -> Checkpoint:
     return checkpoint
 
 
-def _for_mixture(recipe: Recipe, arch: Arch) -> Recipe:
-    """Return the recipe with a mixture's default, no zero points.
+def _for_experts(recipe: Recipe, arch: Arch) -> Recipe:
+    """Return the recipe with a mixture's default, no zero points, if there are experts.
 
-    UnsupportedError for settings that a mixture of experts does not have.
+    UnsupportedError for settings that a mixture of experts does not have, ConfigError for those that others
+    do not have.
     """
+    if arch.experts is None:
+        if recipe.moe_calibrate_all_experts:
+            raise ConfigError(
+                f"--moe-calibrate-all-experts: expected a mixture of experts, got {arch.name}; leave it out"
+            )
+        return recipe
     unknown = {
         "--tune": recipe.tune > 0,
         "--target-bits": recipe.target_bits is not None,

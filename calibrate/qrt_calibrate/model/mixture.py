@@ -98,12 +98,21 @@ class Mixture(nn.Module):
             return logits
         return SCORES[self._spec.router.score](logits) + correction
 
-    def read(self, x: Tensor) -> Tensor | None:
-        """Return what expert e multiplies x [T, H] by before it reads it, [T, E]; None: by nothing."""
+    def on_input(self, x: Tensor) -> Tensor | None:
+        """Return what multiplies x [T, H] before each expert reads it, [T, E]; None: nothing does."""
         r = self._spec.router
         if not r.on_input:
             return None
         return SCORES[r.score](cast(Tensor, self.get_submodule(self._gate)(x))) * r.factor
+
+    def read(self, number: int, x: Tensor, scores: Tensor | None, inner: bool) -> Tensor:
+        """Return the input of the last Linear of an expert if `inner`, else that of its first ones.
+
+        x [T, H] enters the mixture; `scores` [T, E] are its rows of `on_input`.
+        """
+        x = x if scores is None else x * scores[:, number, None]
+        expert = cast(Expert, self.get_submodule(f"{self._experts}.{number}"))
+        return expert.inside(x) if inner else x
 
     def _corrected(self) -> Tensor | None:
         return None if self._correction is None else self.get_parameter(self._correction).flatten()
@@ -119,8 +128,3 @@ class Mixture(nn.Module):
                 shared = torch.sigmoid(self.get_submodule(self._shared_gate)(flat)) * shared
             y = y + shared
         return y.view(x.shape)
-
-
-def inside(layer: nn.Module, name: str, x: Tensor) -> Tensor:
-    """Return the input [T, I] of `name`, an expert's last Linear, when the expert reads x [T, H]."""
-    return cast(Expert, layer.get_submodule(name.rpartition(".")[0])).inside(x)

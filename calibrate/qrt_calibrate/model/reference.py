@@ -161,6 +161,11 @@ class Reference:
         return cast(Tensor, self.module(*arguments))
 
 
+def mixture_of(layer: nn.Module) -> Mixture:
+    """Return the mixture of a sparse layer."""
+    return cast(Mixture, cast(ReferenceLayer, layer).feed.module)
+
+
 def block_prefix(modules: Sequence[str]) -> str:
     """Return the beginning that full names share, with its dot: "model.layers.0.self_attn."."""
     return ".".join([*commonprefix([name.split(".")[:-1] for name in modules]), ""])

@@ -59,6 +59,8 @@ class Recipe:
                   default of `recipe_of` for a method that needs no text
     damping       share of the Hessian's mean diagonal that GPTQ adds to the diagonal; with less it fits noise
     exact_folds   channel scales are powers of two, so that folds change no bit of the unquantized model
+    moe_calibrate_all_experts
+                  every expert of a mixture is calibrated with all tokens; otherwise with those sent to it
     tune          steps that train codes, scales and norms end to end afterwards (`qrt_calibrate.tuning`)
     target_bits   most bits per weight of the result, as `sizes.bits_per_weight` counts; each fused Linear
                   gets 4, 8 or 16 by its cost. None: all have the grid, unless max_size is given
@@ -79,6 +81,7 @@ class Recipe:
     seed: int = 0
     damping: float = 0.1
     exact_folds: bool = True
+    moe_calibrate_all_experts: bool = False
     tune: int = 0
     target_bits: float | None = None
     max_size: float | None = None
@@ -170,6 +173,8 @@ class Recipe:
             found["tune"] = self.tune
         if not self.exact_folds:
             found["exact_folds"] = False
+        if self.moe_calibrate_all_experts:
+            found["moe_calibrate_all_experts"] = True
         return found
 
 

@@ -33,7 +33,7 @@ from qrt_calibrate.recipe.recipe import (
 
 PLAIN: dict[str, type | tuple[type, ...]] = {  # entries that go into the recipe as they are
     "method": str, "calib": str, "n_samples": int, "seqlen": int, "eval_samples": int, "seed": int,
-    "damping": (int, float), "exact_folds": bool, "tune": int,
+    "damping": (int, float), "exact_folds": bool, "moe_calibrate_all_experts": bool, "tune": int,
     "head_bits": int,
     "target_bits": (int, float), "max_size": (int, float),
 }  # fmt: skip

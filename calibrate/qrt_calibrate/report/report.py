@@ -101,6 +101,7 @@ class Report:
                 "method": recipe.method,
                 "damping": recipe.damping,
                 "exact_folds": recipe.exact_folds,
+                "moe_calibrate_all_experts": recipe.moe_calibrate_all_experts,
                 "tune": recipe.tune,
                 "seed": recipe.seed,
                 "ignore": list(recipe.ignore),

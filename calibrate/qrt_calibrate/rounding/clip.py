@@ -14,24 +14,30 @@ _GPU_BLOCK_ELEMENTS = 1 << 24  # on a GPU blocks only bound temporary memory
 
 
 def search_clip(weight: Tensor, importance: Tensor, spec: QuantSpec, dtype: torch.dtype) -> Tensor:
-    """Find each group's shrink factor [N, K/G] of least sum of importance * (w - dequantized w)^2.
+    """Find each group's shrink factor [..., N, K/G] of least sum of importance * (w - dequantized w)^2.
 
-    weight       [N, K]
-    importance   [K]: cost of a squared error in each column, e.g. E[x^2], the diagonal of the Hessian
+    weight       [N, K], or several, [E, N, K]
+    importance   [K], or [E, K]: cost of a squared error in each column, e.g. E[x^2], the Hessian's diagonal
     dtype        of the stored scale
     """
+    if weight.dim() == 2:
+        return search_clip(weight[None], importance[None], spec, dtype)[0]
     elements = _GPU_BLOCK_ELEMENTS if weight.is_cuda else _BLOCK_ELEMENTS
-    rows = max(1, elements // weight.shape[1])
-    return torch.cat([_search_rows(block, importance, spec, dtype) for block in weight.split(rows)])
+    each, rows = max(1, elements // weight[0].numel()), max(1, elements // weight.shape[2])
+    found = []
+    for some, cost in zip(weight.split(each), importance.split(each), strict=True):
+        blocks = [_search_rows(block, cost[:, None], spec, dtype) for block in some.split(rows, 1)]
+        found.append(torch.cat(blocks, 1))
+    return torch.cat(found)
 
 
 def _search_rows(weight: Tensor, importance: Tensor, spec: QuantSpec, dtype: torch.dtype) -> Tensor:
-    group = spec.group_of(weight.shape[1])
-    best = weight.new_ones(weight.shape[0], weight.shape[1] // group)
+    group = spec.group_of(weight.shape[-1])
+    best = weight.new_ones(*weight.shape[:-1], weight.shape[-1] // group)
     least = torch.full_like(best, torch.inf)
     for shrink in SHRINKS:
         wrong = round_weight(weight, spec, dtype, shrink).dequantize().sub_(weight).square_()
-        error = wrong.mul_(importance).unflatten(1, (-1, group)).sum(-1)
+        error = wrong.mul_(importance).unflatten(-1, (-1, group)).sum(-1)
         better = error < least
         least = torch.where(better, error, least)
         best = torch.where(better, shrink, best)

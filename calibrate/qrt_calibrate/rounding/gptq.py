@@ -220,7 +220,7 @@ class _Walk:
         if self._zeros is not None:
             zeros = self._zeros[own, groups]
         upper = torch.stack([self._factor.upper[span, span] for _, span in at])
-        codes, errors = _round_block(block, scales, zeros, upper, self._spec)
+        codes, errors = round_block(block, scales, zeros, upper, self._spec)
         wrong = target.sub_((codes - zeros).mul_(scales))
         for (b, span), code, error, left in zip(at, codes, errors, wrong, strict=True):
             self._codes[b, span] = code.to(torch.uint8)
@@ -259,7 +259,7 @@ def _spread(upper: Tensor, block: int, count: int) -> Tensor:
         return torch.linalg.solve_triangular(upper[:, span, span], upper[:, span, span.stop :], upper=True)
 
 
-def _round_block(
+def round_block(
     block: Tensor, scales: Tensor, zeros: Tensor | int, upper: Tensor, spec: QuantSpec
 ) -> tuple[Tensor, Tensor]:
     """Round the columns of `block` [blocks, columns, rows] in turn.
@@ -268,15 +268,15 @@ def _round_block(
     errors / U_ii, both fp32 and of the block's shape.
     """
     if block.is_cuda:
-        from qrt_calibrate.rounding.gptq_kernel import round_block
+        from qrt_calibrate.rounding import gptq_kernel
 
         known = None if isinstance(zeros, int) else zeros
-        return round_block(block, scales, known, upper, spec.midpoint, spec.levels)
+        return gptq_kernel.round_block(block, scales, known, upper, spec.midpoint, spec.levels)
     if block.shape[2] > CACHED_ROWS:
         blocks = [part.contiguous() for part in block.split(CACHED_ROWS, -1)]
         offsets = [zeros] * len(blocks) if isinstance(zeros, int) else zeros.split(CACHED_ROWS, -1)
         parts = [
-            _round_block(own, scale.contiguous(), zero, upper, spec)
+            round_block(own, scale.contiguous(), zero, upper, spec)
             for own, scale, zero in zip(blocks, scales.split(CACHED_ROWS, -1), offsets, strict=True)
         ]
         return torch.cat([codes for codes, _ in parts], -1), torch.cat([errors for _, errors in parts], -1)

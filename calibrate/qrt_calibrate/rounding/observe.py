@@ -162,29 +162,35 @@ class Call:
 
         `weights` [T, 1] multiply each token's.
         """
-        output = _first(self.module(*self.arguments, **self.keywords))
+        output: Tensor = self.module(*self.arguments, **self.keywords)
         squares = (output - self.output).square().flatten(0, -2)
         return float((squares if weights is None else squares * weights).mean())
 
 
-def record_call(layer: nn.Module, name: str, run: Callable[[], object]) -> Call:
-    """Record the call of the submodule `name` of `layer` while `run` executes it once."""
-    calls: list[Call] = []
+def record_calls(layer: nn.Module, names: Sequence[str], run: Callable[[], object]) -> dict[str, Call]:
+    """Record the calls of the submodules `names` of `layer` while `run` executes it once.
 
-    def hook(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> None:
-        calls.append(Call(module, arguments, keywords, _first(output)))
-        raise _Reached
+    Modules after the last one do not run. An expert that no token is sent to is not called.
+    """
+    calls: dict[str, Call] = {}
 
-    handle = layer.get_submodule(name).register_forward_hook(hook, with_kwargs=True)
+    def watch(name: str) -> Callable[..., None]:
+        def hook(
+            module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any], output: Tensor
+        ) -> None:
+            calls[name] = Call(module, arguments, keywords, output)
+            if len(calls) == len(names):
+                raise _Reached
+
+        return hook
+
+    modules = [(layer.get_submodule(name), watch(name)) for name in names]
+    handles = [module.register_forward_hook(hook, with_kwargs=True) for module, hook in modules]
     try:
         run()
     except _Reached:
         pass
     finally:
-        handle.remove()
-    return calls[0]
-
-
-def _first(output: Any) -> Tensor:
-    """Return a block's hidden states: attention returns them together with its weights."""
-    return output[0] if isinstance(output, tuple) else output
+        for handle in handles:
+            handle.remove()
+    return calls

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -33,3 +35,10 @@ def for_writer(data: WeightData, bias: Tensor | None) -> WeightData:
     assert data.scale is not None
     zero = None if data.zero is None else data.zero.cpu()
     return WeightData(data.values.cpu(), data.scale.cpu(), zero, bias=bias, bits=data.bits)
+
+
+def on_device(data: WeightData, device: torch.device) -> WeightData:
+    """Return `data` with what decodes it on `device`."""
+    assert data.scale is not None
+    zero = None if data.zero is None else data.zero.to(device)
+    return replace(data, values=data.values.to(device), scale=data.scale.to(device), zero=zero)

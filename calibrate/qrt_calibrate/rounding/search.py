@@ -64,9 +64,11 @@ def _centred(active: Tensor, logs: Iterable[Tensor], powers: bool) -> Iterator[T
 
 def _relative_magnitude(pair: Pair, spec: QuantSpec) -> Tensor:
     """Return [K]: the mean over the readers' rows of |w| / the largest |w| of its group."""
-    weight = torch.cat([reader.weight for reader in pair.readers]).abs()
-    groups = weight.unflatten(1, (-1, spec.group_of(weight.shape[1])))
-    return (groups / (groups.amax(-1, keepdim=True) + 1e-6)).flatten(1).mean(0)
+    total = torch.zeros(pair.readers[0].in_features, device=pair.readers[0].weight.device)
+    for reader in pair.readers:
+        groups = reader.weight.abs().unflatten(1, (-1, spec.group_of(len(total))))
+        total += (groups / (groups.amax(-1, keepdim=True) + 1e-6)).flatten(1).sum(0)
+    return total / sum(reader.out_features for reader in pair.readers)
 
 
 class RoundedCost:
@@ -115,13 +117,16 @@ class ColumnCost:
     def __init__(self, pair: Pair, factor: Factor, spec: QuantSpec) -> None:
         self._pair, self._spec = pair, spec
         self._importance = factor.importance()
-        self._weight = torch.cat([reader.weight for reader in pair.readers])
 
     def __call__(self, scales: Tensor) -> float:
         columns = self._pair.spread(scales)
-        step, _ = affine.choose_qparams(self._weight * columns, self._spec, torch.float32)
-        cost = (self._importance / columns.square()).view(step.shape[1], -1).sum(1)
-        return float((step.square().sum(0) * cost).sum()) / 12
+        squares: list[Tensor] = []
+        for reader in self._pair.readers:
+            step, _ = affine.choose_qparams(reader.weight * columns, self._spec, torch.float32)
+            squares.append(step.square().sum(0))
+        total = torch.stack(squares).sum(0)
+        cost = (self._importance / columns.square()).view(len(total), -1).sum(1)
+        return float((total * cost).sum()) / 12
 
 
 def round_input(module: nn.Linear, columns: Tensor | None = None) -> Any:

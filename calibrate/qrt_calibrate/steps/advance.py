@@ -13,6 +13,7 @@ from qrt_calibrate.model.executor import BATCH_TOKENS, LayerExecutor
 from qrt_calibrate.model.streams import Share, Streams, drift_figures
 from qrt_calibrate.recipe.recipe import Grid
 from qrt_calibrate.rounding.fold import linear
+from qrt_calibrate.rounding.rtn import on_device
 from qrt_calibrate.rounding.search import round_input
 from qrt_calibrate.steps.layer import LayerResult
 
@@ -33,7 +34,7 @@ class Windows:
         `tensors` belong to the exact layer, `result` and `grids` to the rounded one.
         """
         exact = self.executor.load(index, tensors)
-        rounded = self.executor.load(index, _stored(result))
+        rounded = self.executor.load(index, _stored(result, self.executor.device))
         for name, grid in grids.items():
             if WEIGHT_SCHEMES[grid.scheme].int8_tokens:
                 round_input(linear(rounded, name))
@@ -56,15 +57,15 @@ class Windows:
                 part.copy_(self.executor.run(index, layer, part))
 
         for index in range(layers):
-            layer = self.executor.load(index, _stored(read(index)))
+            layer = self.executor.load(index, _stored(read(index), self.executor.device))
             self.streams.each(partial(advance, index=index), layer)
 
 
-def _stored(layer: LayerResult) -> dict[str, Tensor]:
-    """Return a layer's tensors, its quantized weights decoded."""
+def _stored(layer: LayerResult, device: torch.device) -> dict[str, Tensor]:
+    """Return a layer's tensors, its quantized weights decoded on `device`."""
     stored = dict(layer.tensors)
     for name, weight in layer.linears.items():
-        stored[f"{name}.weight"] = weight.dequantize()
+        stored[f"{name}.weight"] = on_device(weight, device).dequantize()
         if weight.bias is not None:
             stored[f"{name}.bias"] = weight.bias
     return stored

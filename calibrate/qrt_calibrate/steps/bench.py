@@ -14,6 +14,7 @@ from qrt_calibrate.model.streams import Streams
 from qrt_calibrate.recipe.recipe import Grid
 from qrt_calibrate.rounding.observe import inputs_of
 
+Parts = tuple[str, ...]  # names of Linears in a layer
 SEARCH_TOKENS = 4096  # tokens that judge candidates of AWQ and SmoothQuant; moments see all tokens
 
 
@@ -28,7 +29,7 @@ class Stage:
     out_norm      the norm behind their block, or None
     """
 
-    parts: tuple[str, ...]
+    parts: Parts
     grid: Grid
     in_attention: bool
     norm: str | None

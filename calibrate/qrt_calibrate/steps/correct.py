@@ -8,6 +8,8 @@ their noise.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import torch
 from torch import Tensor
 
@@ -16,6 +18,7 @@ from qrt.quant.weight import WeightData
 from qrt_calibrate.recipe.method import Method
 from qrt_calibrate.recipe.recipe import Grid
 from qrt_calibrate.rounding.clip import search_clip
+from qrt_calibrate.rounding.each import round_each
 from qrt_calibrate.rounding.gptq import Factor, round_columns
 from qrt_calibrate.rounding.observe import Moments
 from qrt_calibrate.rounding.rtn import round_weight
@@ -54,13 +57,38 @@ class Rounder:
                 self._figures.note("rounded to nearest", 1.0)
             shrink = self._shrink(weight, moments.hessian.diagonal(), grid)
             return round_weight(weight, grid.spec, self._dtype, shrink)
-        correction, trust = moments.take_correction(weight, factor.solve)
-        # an almost dead input asks for larger weights, which would be infinite in the model dtype
-        most = torch.finfo(self._dtype).max / 2
-        weight = correction.mul_(trust).add_(weight).clamp_(-most, most)
+        weight = self._corrected(weight, moments, factor)
         shrink = self._shrink(weight, factor.importance(), grid)
         scale, zero = choose_qparams(weight, grid.spec, self._dtype, shrink)
         return round_columns(weight, factor, scale, zero, grid.spec, self._rows(weight, gradients))
+
+    def round_each(
+        self,
+        weights: Iterator[Tensor],
+        moments: Sequence[Moments],
+        factors: Sequence[Factor | None],
+        grid: Grid,
+    ) -> list[WeightData]:
+        """Round several weights [N, K] of one shape, each with an input of its own, as `round` does."""
+        known = [factor for factor in factors if factor is not None]
+        if len(known) < len(factors):
+            given = zip(weights, moments, factors, strict=True)
+            return [self.round(weight, own, factor, None, grid) for weight, own, factor in given]
+        corrected = map(self._corrected, weights, moments, known)
+        stacked = torch.stack(list(corrected))
+        importance = torch.stack([factor.importance() for factor in known])
+        shrink = self._shrink(stacked, importance, grid)
+        scale, zero = choose_qparams(stacked, grid.spec, self._dtype, shrink)
+        codes = round_each(stacked, known, scale, zero, grid.spec)
+        zeros = [None] * len(codes) if zero is None else zero
+        parts = zip(codes, scale, zeros, strict=True)
+        return [WeightData(*part, bits=grid.spec.bits) for part in parts]
+
+    def _corrected(self, weight: Tensor, moments: Moments, factor: Factor) -> Tensor:
+        correction, trust = moments.take_correction(weight, factor.solve)
+        # an almost dead input asks for larger weights, which would be infinite in the model dtype
+        most = torch.finfo(self._dtype).max / 2
+        return correction.mul_(trust).add_(weight).clamp_(-most, most)
 
     def _shrink(self, weight: Tensor, importance: Tensor, grid: Grid) -> Tensor | float:
         return search_clip(weight, importance, grid.spec, self._dtype) if self._method.clip else 1.0

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import partial
-
 from torch import nn
 
-from qrt_calibrate.model.mixture import inside
 from qrt_calibrate.model.streams import Share
 from qrt_calibrate.rounding.fold import linear
 from qrt_calibrate.rounding.observe import Moments, norm_weights
-from qrt_calibrate.steps.bench import Bench, Stage
+from qrt_calibrate.steps.bench import Bench, Parts, Stage
 from qrt_calibrate.steps.sensitivity import OutputMoments, output_moments
-
-EXPERT_BYTES = 4 << 30  # most bytes of experts' moments held at a time, but one expert's at least
-Parts = tuple[str, ...]
 
 
 def gradient_moments(bench: Bench, stages: list[Parts]) -> dict[Parts, OutputMoments]:
@@ -76,42 +69,6 @@ def stage_moments(bench: Bench, stage: Stage) -> Moments:
     for other in others:
         moments.join(other)
     return moments
-
-
-def expert_moments(bench: Bench, stage: Stage) -> Iterator[tuple[Parts, Moments]]:
-    """Measure the moments of the input of each of the experts' last Linears, over all calibration tokens.
-
-    Every expert sees every token, wherever the router sends it, weighted by the stream before the experts. At
-    most EXPERT_BYTES of moments are held at a time.
-    """
-    streams = bench.streams
-    assert bench.arch.experts is not None
-    width = linear(bench.rounded, stage.parts[0]).in_features
-    assert stage.norm is not None
-    names = [stage.norm, bench.arch.experts.module]
-    total = streams.calibrating * streams.seqlen
-
-    def measure(
-        some: Sequence[str], share: Share, exact: nn.Module, rounded: nn.Module
-    ) -> dict[str, Moments]:
-        moments = {part: Moments(width, None, share.device) for part in some}
-        hidden_states = (stream[: share.calibrating] for stream in (share.exact, share.rounded))
-        for half, exact_hidden, hidden in share.batches(*hidden_states):
-            _, x = bench.inputs(rounded, names, hidden)
-            exact_stream, exact_x = bench.inputs(exact, names, exact_hidden)
-            weights = norm_weights(exact_stream, bench.eps)
-            for part, own in moments.items():
-                own.add(inside(rounded, part, x), inside(exact, part, exact_x), total, half, weights=weights)
-        return moments
-
-    step = max(1, EXPERT_BYTES // (3 * 4 * width**2))
-    for begin in range(0, len(stage.parts), step):
-        work = partial(measure, stage.parts[begin : begin + step])
-        found, *others = streams.each(work, bench.exact, bench.rounded)
-        for part, own in found.items():
-            for other in others:
-                own.join(other[part])
-            yield (part,), own
 
 
 def _adds(bench: Bench, stage: Stage) -> bool:

@@ -19,13 +19,15 @@ from qrt_calibrate.model.executor import LayerExecutor
 from qrt_calibrate.model.streams import Streams
 from qrt_calibrate.recipe.recipe import Grid
 from qrt_calibrate.rounding.fold import linear
+from qrt_calibrate.rounding.gptq import Factor
 from qrt_calibrate.rounding.observe import Moments
 from qrt_calibrate.rounding.rtn import for_writer, round_weight, split
 from qrt_calibrate.rounding.search import round_input
-from qrt_calibrate.steps.bench import Bench, Stage, stages
+from qrt_calibrate.steps.bench import Bench, Parts, Stage, stages
 from qrt_calibrate.steps.correct import Rounder
+from qrt_calibrate.steps.experts import Census, count_tokens, expert_moments
 from qrt_calibrate.steps.figures import Figures, errors
-from qrt_calibrate.steps.inputs import expert_moments, gradient_moments, stage_moments
+from qrt_calibrate.steps.inputs import gradient_moments, stage_moments
 from qrt_calibrate.steps.scales import ScaleSearch, foldable
 from qrt_calibrate.steps.sensitivity import OutputMoments
 
@@ -68,7 +70,8 @@ def quantize_layer(
         figures, recipe, dtype = Figures(), job.recipe, job.scale_dtype
         search = ScaleSearch(bench, pairs, recipe.rules.scales, recipe.exact_folds, dtype)
         rounder = Rounder(recipe.rules, dtype, recipe.damping, figures)
-        done = LayerWork(bench, search, rounder, figures).quantize(grids)
+        all_experts = recipe.moe_calibrate_all_experts
+        done = LayerWork(bench, search, rounder, figures, all_experts).quantize(grids)
         return LayerResult(
             _finished(bench, done, tensors),
             _remaining(bench, grids, tensors),
@@ -79,8 +82,11 @@ def quantize_layer(
 class LayerWork:
     """The stages of one layer, each measured, folded and rounded."""
 
-    def __init__(self, bench: Bench, search: ScaleSearch, rounder: Rounder, figures: Figures) -> None:
+    def __init__(
+        self, bench: Bench, search: ScaleSearch, rounder: Rounder, figures: Figures, all_experts: bool
+    ) -> None:
         self._bench, self._search, self._rounder, self._figures = bench, search, rounder, figures
+        self._all_experts = all_experts
         self._done: dict[str, WeightData] = {}
 
     def quantize(self, grids: Mapping[str, Grid]) -> dict[str, WeightData]:
@@ -90,22 +96,59 @@ class LayerWork:
         # an expert's outputs have gradients only from the tokens sent to it
         shared = [stage.parts for stage in found if not arch.is_expert(stage.parts[0])]
         gradients = gradient_moments(bench, shared)
+        census = None
         for stage in found:
-            if arch.is_expert(stage.parts[0]) and stage.parts[0] not in arch.readers:
-                for parts, moments in expert_moments(bench, stage):
-                    self._quantize_stage(replace(stage, parts=parts), moments, None)
+            if arch.is_expert(stage.parts[0]):
+                census = census or count_tokens(bench, self._all_experts)
+                self._quantize_experts(stage, census)
             else:
                 self._quantize_stage(stage, stage_moments(bench, stage), gradients.pop(stage.parts, None))
+        if census is not None:
+            self._figures.notes |= census.figures()
         return self._done
+
+    def _quantize_experts(self, stage: Stage, census: Census) -> None:
+        """Fold and round the Linears of all experts, each by the tokens that count for it."""
+        bench, done, figures = self._bench, self._done, self._figures
+        reads = stage.parts[0] in bench.arch.readers
+        if reads and census.every:  # one input for all of them
+            return self._quantize_stage(stage, stage_moments(bench, stage), None)
+        if reads and self._search.has(stage):
+            moments = stage_moments(bench, stage)
+            if smooth := self._search.fold(stage, moments, self._rounder.factor(moments), done, figures):
+                self._search.check(smooth)
+            del moments
+        for some, inputs in expert_moments(bench, stage, census):
+            factors, folded = [], None
+            for parts, own in zip(some, inputs, strict=True):
+                factor = self._rounder.factor(own)
+                one = replace(stage, parts=parts)
+                if not reads and (smooth := self._search.fold(one, own, factor, done, figures)):
+                    factor, folded = self._rounder.factor(own), smooth
+                factors.append(factor)
+            if folded is not None:
+                self._search.check(folded)
+            weights = (self._weight(parts) for parts in some)
+            data = self._rounder.round_each(weights, inputs, factors, stage.grid)
+            for parts, own_data, factor in zip(some, data, factors, strict=True):
+                self._keep(replace(stage, parts=parts), own_data, factor)
 
     def _quantize_stage(self, stage: Stage, moments: Moments, gradients: OutputMoments | None) -> None:
         """Fold and round the Linears of `stage`, whose input has `moments`."""
-        rounded = self._bench.rounded
         factor = self._rounder.factor(moments)
-        if self._search.fold(stage, moments, factor, self._done, self._figures):
+        if smooth := self._search.fold(stage, moments, factor, self._done, self._figures):
+            self._search.check(smooth)
             factor = self._rounder.factor(moments)  # H became D^-1 H D^-1, which has another order
-        weights = [linear(rounded, part).weight for part in stage.parts]
-        data = self._rounder.round(torch.cat(weights), moments, factor, gradients, stage.grid)
+        data = self._rounder.round(self._weight(stage.parts), moments, factor, gradients, stage.grid)
+        self._keep(stage, data, factor)
+
+    def _weight(self, parts: Parts) -> Tensor:
+        """Return the stacked weights of `parts`."""
+        return torch.cat([linear(self._bench.rounded, part).weight for part in parts])
+
+    def _keep(self, stage: Stage, data: WeightData, factor: Factor | None) -> None:
+        """Note the rounded Linears of `stage`, and put their values into the rounded copy."""
+        rounded = self._bench.rounded
         rows = [linear(rounded, part).out_features for part in stage.parts]
         for part, own in zip(stage.parts, split(data, rows), strict=True):
             self._done[part] = own

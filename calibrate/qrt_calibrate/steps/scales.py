@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from os.path import commonprefix
 
@@ -16,7 +16,7 @@ from qrt.quant.weight import WEIGHT_SCHEMES, WeightData
 from qrt_calibrate.recipe.method import Scales
 from qrt_calibrate.rounding.fold import Pair, check_unchanged, divided
 from qrt_calibrate.rounding.gptq import Factor
-from qrt_calibrate.rounding.observe import Moments, norm_weights, record_call
+from qrt_calibrate.rounding.observe import Call, Moments, norm_weights, record_calls
 from qrt_calibrate.rounding.search import ColumnCost, RoundedCost, awq_candidates, smooth_candidates
 from qrt_calibrate.steps.bench import Bench, Stage
 from qrt_calibrate.steps.figures import Figures
@@ -42,6 +42,11 @@ class ScaleSearch:
         self._bench, self._scales, self._powers = bench, scales, powers
         self._pairs = {} if scales is Scales.NONE else {pair.readers[0]: pair for pair in reversed(pairs)}
         self._dtype = dtype
+        self._calls: dict[str, Call | None] = {}  # of the last block that was asked for
+
+    def has(self, stage: Stage) -> bool:
+        """Whether scales can be folded into the input of `stage`."""
+        return stage.parts[0] in self._pairs
 
     def fold(
         self,
@@ -50,14 +55,15 @@ class ScaleSearch:
         factor: Factor | None,
         done: dict[str, WeightData],
         figures: Figures,
-    ) -> bool:
-        """Search scales for the input of `stage` and fold them; return whether anything changed.
+    ) -> Smooth | None:
+        """Search scales for the input of `stage` and fold them; return the pair, or None if nothing changed.
 
-        `moments` follow the fold, and so does the source if it is among the Linears that are `done`.
+        `moments` follow the fold, and so does the source if it is among the Linears that are `done`. Call
+        `check` afterwards.
         """
         bench, smooth = self._bench, self._pairs.get(stage.parts[0])
-        if smooth is None:
-            return False
+        if smooth is None or (cost := self._cost(smooth, stage, factor)) is None:
+            return None
         rows = None if smooth.part is None else part_rows(bench.arch, smooth.part)
         layers = bench.exact, bench.rounded
         pair, rounded = (Pair(layer, smooth, bench.arch.head_dim, rows) for layer in layers)
@@ -67,17 +73,21 @@ class ScaleSearch:
                 scales for scales in candidates if self._is_exact(rounded, done.get(smooth.source), scales)
             )
         # the identity comes first, so another must be better
-        scales = min(candidates, key=self._cost(pair, smooth, stage, factor))
+        scales = min(candidates, key=cost(pair))
         figures.note("largest scale", float(scales.max()))
         if (scales == 1).all():
-            return False
+            return None
         for one in (pair, rounded):
             one.fold(scales)
         if smooth.source in done:  # rounded already: dividing the scales of its rows divides the rows
             done[smooth.source] = _divided(done[smooth.source], scales, pair.rows)
-        check_unchanged(bench.wanted, bench.run(bench.exact), bench.sample, bench.name, smooth)
         moments.divide(pair.spread(scales))
-        return True
+        return smooth
+
+    def check(self, smooth: Smooth) -> None:
+        """Raise QrtError unless the exact layer still computes the same; `smooth` was folded last."""
+        bench = self._bench
+        check_unchanged(bench.wanted, bench.run(bench.exact), bench.sample, bench.name, smooth)
 
     def _candidates(self, pair: Pair, moments: Moments, stage: Stage) -> Iterator[Tensor]:
         if self._scales is Scales.SMOOTHQUANT:
@@ -85,19 +95,30 @@ class ScaleSearch:
         return awq_candidates(pair, moments.mean_abs, stage.grid.spec, self._powers)
 
     def _cost(
-        self, pair: Pair, smooth: Smooth, stage: Stage, factor: Factor | None
-    ) -> ColumnCost | RoundedCost:
-        """Return the function that judges candidates."""
+        self, smooth: Smooth, stage: Stage, factor: Factor | None
+    ) -> Callable[[Pair], ColumnCost | RoundedCost] | None:
+        """Return what judges candidates for a pair; None for an expert that the sample does not reach."""
         bench, grid = self._bench, stage.grid
         if factor is not None and self._scales is Scales.AWQ:
-            return ColumnCost(pair, factor, grid.spec)
-        block = _block(bench.arch, smooth.readers)
-        call = record_call(bench.exact, block, lambda: bench.run(bench.exact))
+            return lambda pair: ColumnCost(pair, factor, grid.spec)
+        call = self._call(_block(bench.arch, smooth.readers))
+        if call is None:
+            return None
         int8_tokens = WEIGHT_SCHEMES[grid.scheme].int8_tokens
         weights = None
         if call.output.shape == bench.sample.shape:
             weights = self._sample_weights(stage, call.output)
-        return RoundedCost(pair, call, grid.spec, self._dtype, int8_tokens, weights)
+        return lambda pair: RoundedCost(pair, call, grid.spec, self._dtype, int8_tokens, weights)
+
+    def _call(self, block: str) -> Call | None:
+        """Return the call of `block` on the sample; those of all experts' Linears are recorded at once."""
+        if block not in self._calls:
+            experts = [name for name in self._bench.arch.projections if self._bench.arch.is_expert(name)]
+            names = experts if block in experts else [block]
+            exact = self._bench.exact
+            found = record_calls(exact, names, lambda: self._bench.run(exact))
+            self._calls = {name: found.get(name) for name in names}
+        return self._calls[block]
 
     def _sample_weights(self, stage: Stage, output: Tensor) -> Tensor:
         """Return [T, 1]: the cost of a squared error in each token of the sample, as the next norm sees it.

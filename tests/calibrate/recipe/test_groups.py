@@ -78,7 +78,7 @@ def test_override_with_the_chosen_grid_keeps_fused_linears(odd):
 
 
 def test_experts_count(make_checkpoint):
-    mixture = make_checkpoint("Qwen3MoeForCausalLM", num_experts=4, moe_intermediate_size=96)
+    mixture = make_checkpoint("Qwen3MoeForCausalLM", num_experts=8, moe_intermediate_size=96)
     assert set(sizes(mixture).values()) == {32}
     assert set(sizes(mixture, ignore=["experts.*"]).values()) == {128}
 

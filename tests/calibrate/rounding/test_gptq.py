@@ -105,7 +105,7 @@ def test_the_kernel_rounds_as_the_loop_does(columns, rows, symmetric, device):
     zeros = None if symmetric else torch.randint(0, 16, (2, columns, rows)).float()
     upper = torch.triu(0.1 * torch.randn(2, columns, columns)) + torch.eye(columns)
     offsets = spec.midpoint if zeros is None else zeros
-    wanted = gptq._round_block(block.clone(), scales, offsets, upper, spec)
+    wanted = gptq.round_block(block.clone(), scales, offsets, upper, spec)
     operands = [None if own is None else own.to(device) for own in (block, scales, zeros, upper)]
     found = round_block(*operands, spec.midpoint, spec.levels)
     same = found[0].cpu() == wanted[0]
