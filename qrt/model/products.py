@@ -9,8 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from qrt.kernels import experts
 from qrt.kernels.linear import explain
 from qrt.kernels.linear.product import Epilogue
+from qrt.layers.experts import Mixture
 from qrt.layers.linear import Linear
 from qrt.model.decoder import Decoder
 from qrt.model.fused import FusedDecoder
@@ -23,7 +25,7 @@ CHAINED = "One operator computes all between two attentions (qrt.kernels.chain).
 class Explained(NamedTuple):
     """Which kernel runs one product for a range of token counts.
 
-    name     qkv, o, gate_up, down or head
+    name     qkv, o, gate_up, down, expert gate_up, expert down or head
     layers   the layers whose product it is; empty for the head
     scheme   of the weight
     sizes    its inputs and outputs, K and N
@@ -68,9 +70,12 @@ def explain_products(model: Decoder, tokens: Sequence[int]) -> Iterator[Explaine
     alike: dict[tuple[str, str, tuple[int, int], tuple[str, ...]], list[int]] = {}
     for index in range(len(model.layers)):
         said = [_layer(model, index, count) for count in counts]
-        for name, (linear, inputs) in _products(model, index).items():
-            key = name, linear.scheme, _sizes(linear, inputs), tuple(whys[name] for whys in said)
-            alike.setdefault(key, []).append(index)
+        parts = {
+            name: (linear.scheme, _sizes(linear, inputs))
+            for name, (linear, inputs) in _products(model, index).items()
+        }
+        for name, part in (parts | _expert_parts(model, index)).items():
+            alike.setdefault((name, *part, tuple(whys[name] for whys in said)), []).append(index)
     head, hidden = model.head, model.arch.hidden_size
     whys = tuple(explain(_rows(model, count, hidden), head.tensors, head.scheme) for count in counts)
     alike["head", head.scheme, _sizes(head, hidden), whys] = []
@@ -91,6 +96,18 @@ def _products(model: Decoder, index: int) -> dict[str, tuple[Linear, int]]:
     return found
 
 
+def _expert_parts(model: Decoder, index: int) -> dict[str, tuple[str, tuple[int, int]]]:
+    """Return the scheme, and one expert's sizes, of the products of a layer's experts, by name."""
+    mixture, arch = model.layers[index].mlp, model.arch
+    if not isinstance(mixture, Mixture) or arch.experts is None:
+        return {}
+    hidden, inner = arch.hidden_size, arch.experts.width
+    return {
+        "expert gate_up": (mixture.gate_up.scheme, (hidden, 2 * inner)),
+        "expert down": (mixture.down.scheme, (inner, hidden)),
+    }
+
+
 def _layer(model: Decoder, index: int, count: int) -> dict[str, str]:
     """Return which kernel runs each product of a layer in a step of `count` tokens, and why."""
     fused = model.fused if isinstance(model, FusedDecoder) else None
@@ -106,6 +123,10 @@ def _layer(model: Decoder, index: int, count: int) -> dict[str, str]:
         if name not in found:
             epilogue = epilogues.get(name, Epilogue.PLAIN)
             found[name] = explain(_rows(model, count, inputs), linear.tensors, linear.scheme, epilogue)
+    if isinstance(mixture := model.layers[index].mlp, Mixture):
+        gate_up, down, top_k = mixture.gate_up, mixture.down, mixture.choose.rules.top_k
+        said = experts.explain(residual, top_k, gate_up.tensors, down.tensors, gate_up.scheme)
+        found |= zip(("expert gate_up", "expert down"), said, strict=True)
     return found
 
 

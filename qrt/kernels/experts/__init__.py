@@ -12,10 +12,13 @@ The tensors of gate_up and down are those of one expert (`WeightScheme.prepare`)
 gate_up has the rows of the gate, then those of up. `act` is a name that `act_mul` takes. The sum is fp32, in
 the order of k, and rounded once. T may be 0.
 
-On a CPU each expert runs as `linear` does there. QRT_KERNEL_BACKEND=ref runs the definition.
+On a CPU each expert runs as `linear` does there. QRT_KERNEL_BACKEND=ref runs the definition. `explain` says
+which kernels multiply, and why.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -23,8 +26,28 @@ from torch import Tensor
 from qrt.config import ENV, KernelBackend
 from qrt.kernels.experts import cpu, ref
 from qrt.kernels.op import define
+from qrt.quant.weight import WEIGHT_SCHEMES
 
 _PACKED_ON_CPU = ENV.kernel_backend is KernelBackend.AUTO
+
+
+def explain(
+    x: Tensor, top_k: int, gate_up: Sequence[Tensor], down: Sequence[Tensor], scheme: str
+) -> tuple[str, str]:
+    """Return which kernel runs each of the two products for x [T, H] and why, in a few sentences.
+
+    It asks x for its shape, dtype and device only.
+    """
+    if ENV.kernel_backend is KernelBackend.REF:
+        why = f"The definition of {scheme} (linear_ref) multiplies, because QRT_KERNEL_BACKEND is ref."
+        return why, why
+    if x.device.type == "cpu" and _PACKED_ON_CPU:
+        kind = WEIGHT_SCHEMES[scheme]
+        first, second = (kind.explain_cpu([tensor[0] for tensor in one]) for one in (gate_up, down))
+        return f"{first} One expert follows the other.", f"{second} One expert follows the other."
+    from qrt.kernels.experts import kernel  # it imports Triton
+
+    return kernel.explain(x, top_k, gate_up, down, scheme)
 
 
 def _fake(x: Tensor) -> Tensor:

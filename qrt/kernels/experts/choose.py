@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from qrt.kernels.linear.int8.plans import BlockPlan
+from qrt.kernels.linear.product import Epilogue, Kernel, Product
 from qrt.kernels.linear.tiles.plans import FusedPlan, WidePlan, even_splits, expert_block, expert_plan
 from qrt.kernels.sizes import cdiv, next_power_of_2
 from qrt.quant.weight.base import Layout
@@ -102,6 +103,23 @@ def plan(sizes: Sizes) -> Plan:
         return Plan(block, ordered, joined, first, _tiles(sizes.hidden, sizes.steps[1], block, singles))
     gate_up = _rows(sizes, 2 * sizes.inner, sizes.steps[0], block, singles, 64)
     return Plan(block, ordered, True, gate_up, _rows(sizes, sizes.hidden, sizes.steps[1], block, singles, 32))
+
+
+def explain(sizes: Sizes) -> tuple[str, str]:
+    """Return which kernel runs each of the two products, and why, in a sentence or two."""
+    how = plan(sizes)
+    why = "each token is a block of its own with each of its experts"
+    if how.ordered:
+        why = f"tokens are in order by expert, in blocks of {how.block}"
+    found = []
+    for one, epilogue in ((how.gate_up, Epilogue.ACT_MUL), (how.down, Epilogue.PLAIN)):
+        kernel = Kernel.ROWS
+        if not isinstance(one, BlockPlan):
+            kernel = Kernel.FUSED if isinstance(one, FusedPlan) else Kernel.WIDE
+        elif sizes.layout is Layout.INT8_ROWS:
+            kernel = Kernel.INT8_BLOCK
+        found.append(Product(kernel, why, one, joined=how.joined, epilogue=epilogue).explain())
+    return found[0], found[1]
 
 
 def _wide(sizes: Sizes, words: tuple[int, int]) -> Plan:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from qrt.checks import expect
 from qrt.kernels.act_mul.kernel import act_mul
-from qrt.kernels.experts import ref
+from qrt.kernels.experts import choose, ref
 from qrt.kernels.experts.choose import Sizes, plan
 from qrt.kernels.experts.order_kernel import order
 from qrt.kernels.experts.tokens_kernel import add, arrange
@@ -108,6 +108,18 @@ def _sizes(
             words, planes = (first.constants.J, second.constants.J), first.constants.PLANES
             return sizes._replace(words=words, planes=planes, sms=multiprocessors(x.device))
     return sizes
+
+
+def explain(
+    x: Tensor, top_k: int, gate_up: Sequence[Tensor], down: Sequence[Tensor], scheme: str
+) -> tuple[str, str]:
+    """Do as `qrt.kernels.experts.explain` for CUDA tensors."""
+    kind = WEIGHT_SCHEMES[scheme]
+    if kind.layout is Layout.OWN:
+        why = f"The definition of {scheme} (linear_ref) multiplies, as no kernel reads its layout."
+        return why, why
+    first, second = _product(kind, gate_up), _product(kind, down)
+    return choose.explain(_sizes(kind.layout, x, top_k, len(gate_up[0]), first, second))
 
 
 @cache

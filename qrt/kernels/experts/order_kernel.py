@@ -19,7 +19,7 @@ from qrt.kernels.linear.shared.places import Places
 from qrt.kernels.sizes import cdiv, next_power_of_2
 
 CHUNK = 512  # assignments of a program, if there are many
-FEW_CHUNK = 64  # up to so many programs
+FEW_CHUNK = 64  # while that takes no more programs than these
 FEW = 1 << 16  # most assignments times experts that every program counts
 _RANKED = tl.constexpr(16)  # assignments that are compared with a chunk's at a time
 

@@ -24,6 +24,7 @@ class Kernel(Enum):
     DEQUANTIZE = "the weight is dequantized block by block, and torch multiplies"
     INT8_HOPPER = "Hopper's int8 kernel multiplies codes by codes"
     INT8_BLOCK = "the int8 kernel of any GPU multiplies codes by codes"
+    ROWS = "the kernel of any GPU multiplies weights row by row"
     FEW_16_BIT = "Hopper's 16-bit kernel streams the weight past a few tokens"
     TORCH = "torch multiplies"
     DEFINITION = "the scheme's definition (linear_ref) multiplies, in fp32"

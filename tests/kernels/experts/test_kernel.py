@@ -5,8 +5,10 @@ import torch
 from experts_truth import inputs, mixture, truth
 
 from backends import COMPILED
-from qrt.kernels.experts import choose, kernel, ref
+from qrt.kernels.experts import choose, explain, kernel, ref
 from qrt.kernels.experts.choose import Sizes
+from qrt.kernels.linear.int8.plans import BlockPlan
+from qrt.kernels.linear.tiles.plans import FusedPlan
 from qrt.quant.weight.base import Layout
 from random_weights import relative
 
@@ -156,6 +158,35 @@ def test_inputs_that_are_not_the_weights_are_refused(device, scheme):
         kernel.experts(x[:, :64], chosen.long(), weights, *args)
     with pytest.raises(ValueError, match=r"weights: expected shape \[T k\]"):
         kernel.experts(x[:, :64], chosen, weights[:, :1], *args)
+
+
+@pytest.mark.parametrize("scheme, what", [
+    ("w4a16", "unpacks every weight once"), ("mxfp4", "unpacks every weight once"),
+    ("fp16", "weights row by row"), ("w8a8", "codes by codes"),
+])  # fmt: skip
+@pytest.mark.parametrize("tokens", [1, 9])
+def test_explain_names_what_runs(device, monkeypatch, scheme, what, tokens):
+    plans = []
+    for name in ("fused_gemm", "grouped_rows"):
+        monkeypatch.setattr(
+            kernel, name, lambda *args: plans.extend(x for x in args if isinstance(x, FusedPlan | BlockPlan))
+        )
+    found = mixture(4, 128, 64, scheme, torch.float16, device=device)
+    x, chosen, weights = inputs(tokens, 128, 4, 2, torch.float16, device)
+    args = found.args(x.dtype, device)
+    kernel.experts_shares(x, chosen, weights, *args)
+    said = kernel.explain(x, 2, args[0], args[2], scheme)
+    for words, how in zip(said, plans, strict=True):
+        assert what in words and ("of its own" in words) == (tokens == 1)
+        assert ", ".join(f"{name} {value}" for name, value in how._asdict().items()) in words
+    assert "Act(gate) * up" in said[0] or "act(gate) * up is part of it" in said[0]
+
+
+def test_explain_on_a_cpu_tells_of_each_expert():
+    found = mixture(4, 128, 64, "fp16")
+    x, *_ = inputs(3, 128, 4, 2)
+    args = found.args(x.dtype)
+    assert explain(x, 2, args[0], args[2], "fp16") == ("Torch multiplies. One expert follows the other.",) * 2
 
 
 @pytest.mark.parametrize("tokens, experts, top_k, ordered", [

@@ -87,6 +87,15 @@ def test_experts_of_a_mixture_have_rows(monkeypatch, tmp_path):
     assert one["num_bytes"] < cells["fp16", "M=3"]["num_bytes"] <= 4 * one["num_bytes"]
 
 
+def test_explain_names_a_kernel_for_experts(monkeypatch, capsys):
+    config = MIXTURE | {"hidden_size": 256, "moe_intermediate_size": 128}
+    monkeypatch.setitem(shapes.SHAPES, "small-moe", ("Qwen3MoeForCausalLM", config))
+    assert main(["kernels", "--explain", "--shape", "small-moe", "--tokens", "1", "8"]) == 0
+    out = capsys.readouterr().out
+    for words in ("expert gate_up", "expert down", "256 x 256", "128 x 256", "One expert follows"):
+        assert words in out, words
+
+
 @pytest.mark.parametrize("on_input", [False, True])
 def test_experts_by_torch_compute_the_same(on_input):
     x, weights = torch.randn(9, 32), torch.rand(9, 2)
