@@ -81,7 +81,9 @@ def convert(model: str | Path, target: str, out: Path) -> int:
                 folder.add({name: source.tensor(name)})
         if arch.names.head in grids:  # not the embedding any more, whatever the source said
             source.config["tie_word_embeddings"] = False
-        left_out = [module for module in dict.fromkeys((arch.names.head, *modules)) if module not in grids]
+        routers = [f"{layer}.{name}" for layer, own in _layers(arch) for name in own.routers]
+        others = dict.fromkeys((arch.names.head, *modules, *routers))
+        left_out = [module for module in others if module not in grids]
         settings = settings_of(target, grids, left_out)
     except BaseException:
         folder.abandon()
@@ -92,11 +94,20 @@ def convert(model: str | Path, target: str, out: Path) -> int:
 
 def _linears(source: Checkpoint, arch: Arch) -> list[str]:
     """Return the full names of the Linears in the layers, and of a head that is stored."""
-    layers = [(f"{arch.names.layers}.{index}", arch.at(index)) for index in range(arch.num_layers)]
-    modules = [f"{layer}.{name}" for layer, own in layers for name in own.projections]
+    modules = [f"{layer}.{name}" for layer, own in _layers(arch) for name in own.projections]
+    stored = {name.rpartition(".")[0] for name in source.names()}
+    if arch.experts is not None and (missing := [module for module in modules if module not in stored]):
+        raise UnsupportedError(
+            f"{source.path}: expected a Linear {missing[0]}; experts in one tensor are not converted"
+        )
     if any(name.startswith(f"{arch.names.head}.") for name in source.names()):
         modules.append(arch.names.head)
     return modules
+
+
+def _layers(arch: Arch) -> list[tuple[str, Arch]]:
+    """Return the name of each layer, and the architecture as that layer has it."""
+    return [(f"{arch.names.layers}.{index}", arch.at(index)) for index in range(arch.num_layers)]
 
 
 def _dtype(source: Checkpoint, arch: Arch) -> torch.dtype:

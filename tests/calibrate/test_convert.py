@@ -7,11 +7,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from mxfp4_files import publish
+from qrt.arch.read import read_arch
 from qrt.quant.checkpoint import gptq, open_checkpoint
 from qrt.quant.spec import Granularity, QuantSpec
 from qrt_calibrate import cli
 from qrt_calibrate.rounding.rtn import round_weight
 from tiny_models import quantize_checkpoint, random_checkpoint
+from tool_files import quantize_as
+from zoo import make
 
 
 def group(bits, symmetric):
@@ -57,6 +61,36 @@ def test_there_and_back(made, tmp_path, bits, to, symmetric):
     for folder in ("there", "back"):
         for got, wanted in zip(weights(tmp_path / folder), weights(source), strict=True):
             assert torch.equal(got, wanted), folder
+
+
+@pytest.mark.parametrize("name", ["qwen2_moe", "mixtral"])
+def test_mixtures(tmp_path, name):
+    """Experts, shared ones and dense layers; routers and shared gates are left out by name."""
+    make(name, tmp_path / "plain")
+    arch = read_arch(open_checkpoint(tmp_path / "plain").config, "plain")
+    layers = [(f"model.layers.{i}", arch.at(i)) for i in range(arch.num_layers)]
+    modules = [f"{layer}.{part}" for layer, own in layers for part in own.projections]
+    quantize_as("awq-asym", tmp_path / "plain", tmp_path / "awq", tmp_path / "floats", modules, group=32)
+    assert convert(tmp_path / "awq", "compressed-tensors", tmp_path / "there") == 0
+    assert convert(tmp_path / "there", "awq", tmp_path / "back") == 0
+    there, back = open_checkpoint(tmp_path / "there"), open_checkpoint(tmp_path / "back")
+    wanted = load_file(tmp_path / "floats/model.safetensors")
+    for module in modules:
+        for read in (there, back):
+            assert torch.equal(read.linear(module)[1].dequantize(), wanted[f"{module}.weight"])
+    routers = {f"{layer}.{router}" for layer, own in layers for router in own.routers}
+    assert routers and routers <= set(there.quantization["ignore"])
+    assert routers <= set(back.quantization["modules_to_not_convert"])
+
+
+def test_experts_in_one_tensor_are_refused(tmp_path, capsys):
+    make("gpt_oss", tmp_path / "plain")
+    publish(tmp_path / "plain", tmp_path / "published")
+    assert convert(tmp_path / "published", "compressed-tensors", tmp_path / "out") == 1
+    expected = (
+        r"expected a Linear model.layers.0.mlp.experts.0.gate_proj; experts in one tensor are not converted"
+    )
+    assert expected in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
 def test_the_old_name_of_a_quantization_config_goes(made, tmp_path):
