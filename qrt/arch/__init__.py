@@ -37,6 +37,7 @@ ARCHS: Registry[Callable[[Entries], Arch]] = Registry(
         "PhiForCausalLM": f"{_FAMILIES}.phi:phi",
         "Phi3ForCausalLM": f"{_FAMILIES}.phi:phi3",
         "PhimoeForCausalLM": f"{_FAMILIES}.phi:phimoe",
+        "PhiMoEForCausalLM": f"{_FAMILIES}.phi:phimoe",  # as published
         "ChatGLMModel": f"{_FAMILIES}.glm:chatglm",
         "GlmForCausalLM": f"{_FAMILIES}.glm:glm",
         "Glm4ForCausalLM": f"{_FAMILIES}.glm:glm4",
@@ -63,6 +64,7 @@ ARCHS: Registry[Callable[[Entries], Arch]] = Registry(
         "SmolLM3ForCausalLM": f"{_FAMILIES}.others:smollm3",
         "SeedOssForCausalLM": f"{_FAMILIES}.others:seed_oss",
         "Ernie4_5ForCausalLM": f"{_FAMILIES}.others:ernie",
+        "Ernie4_5_ForCausalLM": f"{_FAMILIES}.others:ernie",  # as first published
         "Ernie4_5_MoeForCausalLM": f"{_FAMILIES}.mixtures:ernie_moe",
         "HunYuanDenseV1ForCausalLM": f"{_FAMILIES}.others:hunyuan",
         "HunYuanMoEV1ForCausalLM": f"{_FAMILIES}.mixtures:hunyuan_moe",

@@ -18,7 +18,7 @@ def architecture(config: Mapping[str, Any], path: str | Path) -> str:
     given = config.get("architectures")
     names = given or []
     if not names and isinstance(kind := config.get("model_type"), str):
-        names = [name for name in ARCHS if _model_type(name) == kind.replace("_", "")]
+        names = [name for name in ARCHS if _model_type(name) == kind.replace("_", "")][:1]
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise CheckpointError(
             f"{path}: config.json: architectures: expected a list of one name, e.g. {next(iter(ARCHS))!r}, "
@@ -28,7 +28,7 @@ def architecture(config: Mapping[str, Any], path: str | Path) -> str:
 
 
 def _model_type(name: str) -> str:
-    return name.removesuffix("ForCausalLM").lower()
+    return name.removesuffix("ForCausalLM").replace("_", "").lower()
 
 
 def read_arch(config: Mapping[str, Any], path: str | Path) -> Arch:

@@ -439,7 +439,18 @@ def test_unknown_architecture_lists_the_known_and_suggests_none():
 
 def test_model_type_names_the_architecture_when_none_is_given():
     truth = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    for name in (f"{family}ForCausalLM" for family in (*FAMILIES, "Gemma", "Olmo2", "SmolLM3", "Cohere2")):
+    more = (
+        "Gemma",
+        "Olmo2",
+        "SmolLM3",
+        "Cohere2",
+        "Phimoe",
+        "Ernie4_5",
+        "Ernie4_5_Moe",
+        "Glm4Moe",
+        "MiniMaxM2",
+    )
+    for name in (f"{family}ForCausalLM" for family in (*FAMILIES, *more)):
         kind = settled(name.removesuffix("ForCausalLM"), {}).model_type
         assert architecture({"model_type": kind}, Path("x")) == truth[kind] == name
         assert architecture({"model_type": "gemma9", "architectures": [name]}, Path("x")) == name

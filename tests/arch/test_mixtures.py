@@ -192,6 +192,7 @@ def test_released_entries_of_mixtures_are_read():
     }
     hunyuan |= {"norm_topk_prob": True, "kv_lora_rank": 512, "routed_scaling_factor": False, "n_group": False}
     assert mixture(read("HunYuanMoEV1", hunyuan)) == (64, 3072, 8)
+    assert read("Ernie4_5_Moe", {"moe_layer_end_index": None, "moe_gate_act": None}).layers[27].sparse
     dots = {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6, "moe_layer_freq": 1}
     assert read("Dots1", dots | {"scoring_func": "noaux_tc"}).experts.shared_width == 2 * 1408
 
@@ -241,6 +242,7 @@ def test_dense_layers_of_a_mixture_are_listed(change):
     [
         ({}, [0, 1, 1, 1, 1, 1]),
         ({"moe_layer_end_index": 3}, [0, 1, 1, 1, 0, 0]),
+        ({"moe_layer_end_index": 9}, [0, 1, 1, 1, 1, 1]),
         ({"moe_layer_interval": 2}, [0, 1, 0, 1, 0, 1]),
         ({"moe_layer_start_index": 2, "moe_layer_interval": 3}, [0, 0, 1, 0, 0, 1]),
     ],

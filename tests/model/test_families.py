@@ -17,7 +17,10 @@ from zoo import MODELS, WINDOW, make
 PROMPT = torch.randint(4, 512, (40,), generator=torch.Generator().manual_seed(7)).tolist()
 STEPS = 12
 PLAIN = {"apertus"}  # architectures whose layers run one operator at a time
-JUMPS = {"phimoe"}  # whose experts' weights jump where logits come close to each other, by rounding too
+JUMPS = {
+    "phimoe",
+    "phimoe-published",
+}  # whose experts' weights jump where logits come close to each other, by rounding too
 
 
 @pytest.fixture(scope="module", params=MODELS)

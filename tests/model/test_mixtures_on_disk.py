@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hand_steps import Requests
 from qrt.errors import CheckpointError
 from truth import ours, prompt
-from zoo import make
+from zoo import LONG, MODELS, make
 
 CORRECTION = "model.layers.1.mlp.gate.e_score_correction_bias"
 
@@ -71,3 +74,18 @@ def test_experts_that_are_stacked_are_read_either_way_round(tmp_path):
     change(tmp_path, {name: own[:, :-1].contiguous() for name, own in experts.items() if "down" in name})
     with pytest.raises(CheckpointError, match=r"down_proj: expected shape \[128, 96\].* got \[128, 95\]"):
         ours(tmp_path)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("length", [24, 40])
+def test_phimoe_turns_long_requests_by_its_long_factors(length, monkeypatch, tmp_path):
+    """Its class in transformers 5.17 makes the frequencies without the length, which is given here."""
+    rope = LONG | {"short_mscale": 1.1, "long_mscale": 1.3, "original_max_position_embeddings": 24}
+    config = MODELS["phimoe"].config | {"rope_parameters": rope}
+    monkeypatch.setitem(MODELS, "phimoe", replace(MODELS["phimoe"], config=config))
+    model = make("phimoe", tmp_path)
+    turning = model.model.rotary_emb
+    turning.rope_init_fn = lambda config: ROPE_INIT_FUNCTIONS["longrope"](config, None, seq_len=length)
+    tokens = prompt(length)
+    got = Requests(ours(tmp_path), long=length > 24).run([(0, tokens)])[0]
+    torch.testing.assert_close(got, model(input_ids=torch.tensor([tokens])).logits[0], rtol=1e-4, atol=1e-4)

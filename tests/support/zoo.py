@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
@@ -90,6 +90,7 @@ MODELS: dict[str, Model] = {
     "phimoe": Model("phimoe", EXPERTS | {
         "attention_bias": True, "lm_head_bias": True, "rope_parameters": LONG | {
             "short_mscale": 1.1, "long_mscale": 1.2, "original_max_position_embeddings": 256}}),
+    "phimoe-published": Model("phimoe", EXPERTS, "PhiMoEForCausalLM"),
     "glm4_moe": Model("glm4_moe", EXPERTS | GROUPS | {"use_qk_norm": True, "attention_bias": True}),
     "dots1": Model("dots1", EXPERTS | GROUPS | ALL_HEADS | {
         "n_shared_experts": 2, "norm_topk_prob": True, "sliding_window": WINDOW, "max_window_layers": 2}),
@@ -136,6 +137,7 @@ MODELS: dict[str, Model] = {
     "hunyuan": Model("hunyuan_v1_dense", {"rope_parameters": ALPHA}),
     "hunyuan_moe": Model("hunyuan_v1_moe", EXPERTS | {"moe_topk": 2, "rope_parameters": ALPHA}),
     "ernie": Model("ernie4_5", {"use_bias": False}),
+    "ernie-published": Model("ernie4_5", {"use_bias": False}, "Ernie4_5_ForCausalLM"),
     "ernie_moe": Model("ernie4_5_moe", EXPERTS | {
         "moe_num_experts": 8, "moe_k": 2, "moe_num_shared_experts": 2, "moe_layer_start_index": 1,
         "moe_layer_end_index": 2, "tie_word_embeddings": False}),
@@ -200,7 +202,8 @@ def make(name: str, folder: Path, seed: int = 0) -> PreTrainedModel:
     model.save_pretrained(folder)
     if not spec.name:
         return auto.from_pretrained(folder, **how).eval()  # as transformers reads it back
-    save_file(_stored(spec, model), folder / "model.safetensors", {"format": "pt"})
+    tensors = load_file(folder / "model.safetensors")
+    save_file(_stored(spec, tensors), folder / "model.safetensors", {"format": "pt"})
     if name == "baichuan2-7b":  # whose head rows have length 1 when it runs
         model.lm_head.weight.data = torch.nn.functional.normalize(model.lm_head.weight.data)
     entries = json.loads((folder / "config.json").read_text())
@@ -238,9 +241,9 @@ def _randomize(model: torch.nn.Module, seed: int) -> None:
             weight.add_(0.2 * noise)
 
 
-def _stored(spec: Model, model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return the tensors of `model` as a family without a class stores them."""
-    tensors, (into, groups) = dict(model.state_dict()), spec.fused
+def _stored(spec: Model, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors that its class saved as a family without a class stores them."""
+    into, groups = spec.fused
     for q in [name for name in tensors if into and ".self_attn.q_proj." in name]:
         parts = [tensors.pop(q.replace("q_proj", f"{own}_proj")).unflatten(0, (groups, -1)) for own in "qkv"]
         tensors[q.replace("self_attn.q_proj", into)] = torch.cat(parts, 1).flatten(0, 1)

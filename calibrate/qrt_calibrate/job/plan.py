@@ -32,7 +32,7 @@ from qrt_calibrate.rounding.rtn import round_weight
 from qrt_calibrate.tuning.training import Training
 
 # routers that classes of transformers know by other names, and would take for Linears to quantize
-ROUTERS = {"PhimoeForCausalLM": ("mlp.router",)}
+ROUTERS = dict.fromkeys(("PhimoeForCausalLM", "PhiMoEForCausalLM"), ("mlp.router",))
 
 
 @dataclass(frozen=True)

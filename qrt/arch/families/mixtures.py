@@ -99,8 +99,9 @@ def ernie_moe(c: Entries) -> Arch:
     c = c.filled(num_key_value_heads=4, head_dim=None, moe_intermediate_size=1536, moe_num_shared_experts=2)
     c = c.filled({"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"}, num_experts=64)
     c = c.filled(num_experts_per_tok=6, moe_layer_start_index=1, moe_layer_end_index=-1, moe_layer_interval=1)
-    for entry, value in {"use_bias": False, "moe_use_aux_free": True, "moe_gate_act": "softmax"}.items():
-        expect(c, entry, value)
+    expect(c, "use_bias", False)
+    expect(c, "moe_use_aux_free", True)
+    expect(c, "moe_gate_act", "softmax", None)
     if (least := number(c, "moe_norm_min", 1e-12)) > LEAST_SUM:
         raise UnsupportedError(f"config.json: moe_norm_min: expected at most {LEAST_SUM}, got {least}")
     width = positive(c, "moe_intermediate_size")
@@ -112,8 +113,8 @@ def ernie_moe(c: Entries) -> Arch:
         shared="mlp.shared_experts" if shared else None, shared_width=width * shared,
     )  # fmt: skip
     arch, every = ernie(c), positive(c, "moe_layer_interval")
-    first, last = typed(c, "moe_layer_start_index", int), typed(c, "moe_layer_end_index", int)
-    within = range(first, arch.num_layers if last == -1 else last + 1)
+    first, last = typed(c, "moe_layer_start_index", int), typed(c, "moe_layer_end_index", int, None)
+    within = range(first, arch.num_layers if last in (-1, None) else last + 1)
     return sparse(arch, experts, lambda i: i in within and (i + 1) % every == 0, ignored=("model.mtp_",))
 
 
@@ -164,7 +165,7 @@ def granite_shared(c: Entries) -> Arch:
 
 def granite_hybrid(c: Entries) -> Arch:
     """Granite 4 without Mamba layers: dense, or a mixture; positions may be absent."""
-    c = c.filled(shared_intermediate_size=1024, num_local_experts=8)
+    c = c.filled({"layer_types": "layers_block_type"}, shared_intermediate_size=1024, num_local_experts=8)
     kinds, width = c.get("layer_types"), positive(c, "shared_intermediate_size")
     if not isinstance(kinds, list) or not {"attention", "full_attention"}.issuperset(map(str, kinds)):
         raise UnsupportedError(
