@@ -151,6 +151,8 @@ class Run:
         tensors, grids = read_layer(job.checkpoint, name), job.layer_grids(index)
         if not self._written.has(label(index)):
             executor, streams = (windows.executor, windows.streams) if windows else (None, None)
+            if windows is not None:  # it is loaded several times
+                tensors = {part: own.to(job.device) for part, own in tensors.items()}
             result = quantize_layer(job, index, tensors, executor, streams)
             figures = dict(result.figures)
             if windows is not None:

@@ -30,7 +30,8 @@ class Preflight:
     working_bytes       two fp32 copies of the largest layer, the moments of an input (the Hessian and two
                         shares of the drift) and the larger of two: the matrices of a factorization (three, on
                         a CPU two), or the factor and the weights that are rounded. Methods that couple rows
-                        add the moments of a layer's outputs, a CPU the layer as stored and as it is written.
+                        add the moments of outputs; besides there is the layer as stored, on a CPU also as
+                        it is written.
                         Experts have moments, factors and weights of their own, so many as EXPERT_BYTES hold;
                         a third copy of the layer counts if it takes more than all this
     replica_bytes       bytes on each further device: the copies and the moments; 0 without one
@@ -113,9 +114,10 @@ def _layer_bytes(job: Job, index: int) -> tuple[int, int]:
     moments, beside = _stage_bytes(arch, shapes, job.device, every) if rules.needs_text else (0, 0)
     outputs = _output_moments(arch, shapes) if rules.rows else 0
     replica = 2 * 4 * weights + moments + outputs
-    on_cpu = stored + weights if job.device.type == "cpu" else 0  # as read, and as codes
+    beside += stored  # as read
+    on_cpu = weights if job.device.type == "cpu" else 0  # as codes
     copies = 3 * 4 * weights if any(job.recipe.windows) else 0  # at the end: exact, rounded, and to nearest
-    return max(replica + beside, copies) + on_cpu, replica
+    return max(replica + beside, copies + stored) + on_cpu, replica
 
 
 def _stage_bytes(arch: Arch, shapes: Shapes, device: torch.device, every: bool) -> tuple[int, int]:
