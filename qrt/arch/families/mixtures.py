@@ -64,10 +64,13 @@ def _corrected(c: Entries, arch: Arch) -> Arch:
         shared_width=width * positive(c, "n_shared_experts"),
     )  # fmt: skip
     dense = typed(c, "first_k_dense_replace", int)
-    # behind the others stand layers that predict tokens further on, which qrt does not run
-    further = range(arch.num_layers, arch.num_layers + (typed(c, "num_nextn_predict_layers", int, None) or 0))
-    ignored = tuple(f"{arch.names.layers}.{i}." for i in further)
-    return sparse(arch, experts, lambda i: i >= dense, ignored=ignored)
+    return sparse(arch, experts, lambda i: i >= dense, ignored=_further(c, arch, "num_nextn_predict_layers"))
+
+
+def _further(c: Entries, arch: Arch, key: str) -> tuple[str, ...]:
+    """Return the layers behind all others that predict tokens further on, which qrt does not run."""
+    count = typed(c, key, int, None) or 0
+    return tuple(f"{arch.names.layers}.{arch.num_layers + i}." for i in range(min(count, MAX_LAYERS)))
 
 
 def minimax_m2(c: Entries) -> Arch:
@@ -79,6 +82,7 @@ def minimax_m2(c: Entries) -> Arch:
     for entry, value in {"use_qk_norm": True, "qk_norm_type": "per_layer", "use_routing_bias": True}.items():
         expect(c, entry, value)
     expect(c, "scoring_func", "sigmoid")
+    expect(c, "norm_topk_prob", True)
     arch = llama(c, qk_norm="whole", **UNBIASED)
     if c.get("rotary_dim") is not None:
         turning = positive(c, "rotary_dim", most=arch.head_dim)
@@ -90,7 +94,7 @@ def minimax_m2(c: Entries) -> Arch:
         Router(positive(c, "num_experts_per_tok"), "sigmoid", renormalize=True),
         correction="block_sparse_moe.e_score_correction_bias", **MIXTRAL,
     )  # fmt: skip
-    return sparse(arch, experts)
+    return sparse(arch, experts, ignored=_further(c, arch, "num_mtp_modules"))
 
 
 def ernie_moe(c: Entries) -> Arch:
