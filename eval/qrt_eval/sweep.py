@@ -22,7 +22,7 @@ from qrt.config import EngineConfig
 from qrt.engine.engine import Engine
 from qrt.errors import ConfigError, QrtError
 from qrt.location import api_name, model_commit, pinned_name, short_name
-from qrt.quant.weight import WEIGHT_SCHEMES, weight_only
+from qrt.quant.weight import WEIGHT_SCHEMES, quantized, weight_only
 from qrt.registry import nearest
 from qrt_eval.inputs.lengths import Fixed
 from qrt_eval.inputs.text import EvalText, load_text
@@ -68,6 +68,12 @@ class Sweep:
         weights = _schemes("--weights", arguments.weights)
         kv = tuple(dict.fromkeys(arguments.kv))
         given = _given(arguments, weights)
+        known = weights if arguments.shape else {PLAIN, *quantized(), *given}
+        if left := [scheme for scheme in weights if scheme not in known]:
+            raise ConfigError(
+                f"--weights {left[0]}: expected a checkpoint, which qrt-calibrate does not make; "
+                f"give one with --checkpoint {left[0]}=MODEL"
+            )
         name = arguments.shape or short_name(arguments.model)
         folder = Path(arguments.out or f"sweep-{name}")
         text = None if arguments.shape else load_text(arguments.dataset, arguments.data_file)

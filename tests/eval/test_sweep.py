@@ -151,6 +151,10 @@ def test_pareto_front():
         ("--weights 16,w4a8", ["--weights", "'w4a8'"]),
         ("--weights ,", ["--weights", "''"]),
         ("nothing.txt", ["nothing.txt"]),
+        (
+            "--weights 16 mxfp4",
+            ["--weights mxfp4", "qrt-calibrate does not make", "--checkpoint mxfp4=MODEL"],
+        ),
         ("--checkpoint w4=tiny", ["--checkpoint", "'w4'", "16, 8, 4, "]),
         ("--checkpoint nothing", ["--checkpoint", "SCHEME=MODEL", "'nothing'"]),
         ("--checkpoint 4=", ["--checkpoint", "SCHEME=MODEL", "'4='"]),
