@@ -78,11 +78,12 @@ def test_what_does_not_fit_is_named(tmp_path, tensors, text):
         save(tmp_path / "m", tensors, presets.MXFP4A16).linear(Q)
 
 
-def test_modules_to_leave_are_a_list(tmp_path):
-    (tmp_path / "config.json").write_text(
-        json.dumps({"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": "lm_head"}})
-    )
-    with pytest.raises(
-        CheckpointError, match="modules_to_not_convert: expected a list of names, got 'lm_head'"
-    ):
+@pytest.mark.parametrize("left, text", [
+    ("lm_head", "expected a list of names, got 'lm_head'"),
+    (["*.gate"], r"regular expressions, got \['\*\.gate'\]"),
+])  # fmt: skip
+def test_modules_to_leave_are_patterns(tmp_path, left, text):
+    entry = {"quant_method": "mxfp4", "modules_to_not_convert": left}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": entry}))
+    with pytest.raises(CheckpointError, match=f"modules_to_not_convert: .*{text}"):
         open_checkpoint(tmp_path, weights=False)

@@ -40,10 +40,13 @@ class Mxfp4(CheckpointFormat):
 
     def __init__(self, config: Mapping[str, Any], tensors: TensorFolder) -> None:
         left = config.get("modules_to_not_convert") or []
+        where = f"{tensors.path}: quantization_config.modules_to_not_convert"
         if not isinstance(left, list) or not all(isinstance(name, str) for name in left):
-            where = f"{tensors.path}: quantization_config.modules_to_not_convert"
             raise CheckpointError(f"{where}: expected a list of names, got {left!r}")
-        self._left = left
+        try:
+            self._left = [re.compile(name) for name in left]  # as transformers takes them
+        except re.error as error:
+            raise CheckpointError(f"{where}: expected regular expressions, got {left!r} ({error})") from None
 
     def linear(self, tensors: TensorFolder, module: str) -> tuple[str, WeightData]:
         """Decode `module` where it has blocks; unquantized where it has a plain weight."""
@@ -55,7 +58,7 @@ class Mxfp4(CheckpointFormat):
 
     def grid(self, module: str) -> tuple[str, QuantSpec | None]:
         """See CheckpointFormat."""
-        left = any(re.match(pattern, module) or module.endswith(pattern) for pattern in self._left)
+        left = any(name.match(module) or module.endswith(name.pattern) for name in self._left)
         if left or not EXPERTS.fullmatch(module):
             return "fp16", None
         return SCHEME, WEIGHT_SCHEMES[SCHEME].spec
