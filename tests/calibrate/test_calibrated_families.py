@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import qrt
 from byte_tokenizer import save_tokenizer
 from hand_steps import Requests
 from qrt.arch.read import read_arch
-from qrt.errors import UnsupportedError
+from qrt.errors import ConfigError, UnsupportedError
 from qrt.model.names import place_names
 from qrt.model.stacks import part_rows
 from qrt.quant.checkpoint import open_checkpoint
+from qrt_calibrate.estimate.preflight import preflight
+from qrt_calibrate.job.plan import plan
 from qrt_calibrate.model.executor import LayerExecutor
 from qrt_calibrate.model.spelled import spelled_out
+from qrt_calibrate.recipe.recipe_file import recipe_of
 from qrt_calibrate.rounding.fold import Pair
 from truth import ours
 from zoo import MODELS, make
@@ -24,7 +29,7 @@ from zoo import MODELS, make
 TOKENS = torch.randint(4, 256, (2, 40), generator=torch.Generator().manual_seed(7))  # longer than each window
 FEW = {  # one for each way to store, to norm and to scale; the others are slow
     "phi3": "w4a16", "neox": "w8a8", "gemma2": "w4a16", "cohere2": "w4a16", "olmo2": "w8a8",
-    "qwen2_5_vl": "w4a16", "qwen2_moe": "w4a16", "gpt_oss": "w8a8",
+    "qwen2_5_vl": "w4a16", "gpt_oss": "w8a8",
 }  # fmt: skip
 REFUSED = {"gpt2"}
 UNLOADED = {  # whose own classes fail to make a quantized Linear (transformers 5.17)
@@ -132,3 +137,34 @@ def test_what_a_family_does_not_take_is_named(name, settings, message, tmp_path,
     text = {"calib": str(calib), "n_samples": 8, "seqlen": 48, "bits": 4, "group_size": 32}
     with pytest.raises(UnsupportedError, match=message):
         qrt.calibrate(tmp_path / "model", tmp_path / "out", **text, **settings)
+
+
+def test_layers_that_predict_further_tokens_are_copied(tmp_path):
+    """And no pattern for them keeps other Linears from being read quantized."""
+    make("glm4_moe", tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    tensors = load_file(tmp_path / "model" / "model.safetensors")
+    further = {f"model.layers.4.{name}.weight": torch.randn(128, 256) for name in ("eh_proj", "mlp.up_proj")}
+    save_file(tensors | further, tmp_path / "model" / "model.safetensors", {"format": "pt"})
+    qrt.calibrate(tmp_path / "model", tmp_path / "out", method="rtn", bits=4, group_size=32)
+    stored = open_checkpoint(tmp_path / "out")
+    assert all(torch.equal(stored.tensor(name), tensor) for name, tensor in further.items())
+    assert r"re:model\.layers\.4\." in stored.quantization["ignore"]
+    assert ours(tmp_path / "out").scheme == "w4a16"
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if "moe" in name or name in ("mixtral", "gpt_oss")])
+def test_stacked_results_that_transformers_does_not_read_are_named(name, tmp_path):
+    """It reads experts one by one where it writes them so, as it has written this checkpoint."""
+    make(name, tmp_path)
+    job = plan(open_checkpoint(tmp_path), recipe_of({"method": "rtn", "group_size": 32}), torch.device("cpu"))
+    named = any("experts are written one by one" in own for own in preflight(job).findings)
+    assert named == (not any(re.search(r"[.]experts[.]\d+[.]", own) for own in job.source.names()))
+
+
+def test_only_mixtures_take_tokens_for_all_experts(tmp_path):
+    make("llama", tmp_path)
+    recipe = recipe_of({"moe_calibrate_all_experts": True})
+    with pytest.raises(ConfigError, match="--moe-calibrate-all-experts: expected a mixture of experts"):
+        plan(open_checkpoint(tmp_path), recipe, torch.device("cpu"))
