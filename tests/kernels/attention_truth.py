@@ -72,9 +72,9 @@ def attend(
         hidden |= torch.ones_like(hidden).tril(len(k) - n - window)
     token = torch.arange(len(k), device=q.device)
     if segment:
-        hidden |= token // segment != token[-n:, None] // segment
+        hidden |= token // segment != token[len(k) - n :, None] // segment
     if slopes is not None:
-        ahead = token - token[-n:, None]
+        ahead = token - token[len(k) - n :, None]
         scores = scores + slopes.double()[:, None, None] * ahead
     scores = scores.masked_fill(hidden, -torch.inf)
     if sinks is not None:  # a key of that score whose value is 0

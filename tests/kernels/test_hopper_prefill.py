@@ -49,18 +49,19 @@ class Chunks:
         tiles = plan_tiles(own, cached, queries, int(queries.tiles(own).sum()) + UNUSED)
         self.tiles = torch.from_numpy(tiles).to(device)
 
-    def run(self, window=0, softcap=0.0, sinks=None):
+    def run(self, window=0, softcap=0.0, sinks=None, segment=0):
         """Return what the kernel writes, whose other tokens must be as they were."""
         D, out = self.q.shape[2], torch.full_like(self.q, torch.nan, memory_format=torch.contiguous_format)
         hopper_prefill(
             self.q, self.k, self.v, self.cached_k, self.cached_v, self.tiles, self.start, self.cached_start,
             signs(D, out.device) if self.rotated else None, out,
-            Scores(D**-0.5 * LOG2_E, window, softcap=softcap * LOG2_E, sinks=sinks), self.attend_cache,
+            Scores(D**-0.5 * LOG2_E, window, softcap=softcap * LOG2_E, sinks=sinks, segment=segment),
+            self.attend_cache,
         )  # fmt: skip
         assert out[:BEFORE].isnan().all() and out[-AFTER:].isnan().all()
         return out[BEFORE:-AFTER]
 
-    def truth(self, window=0, softcap=0.0, sinks=None):
+    def truth(self, window=0, softcap=0.0, sinks=None, segment=0):
         D, outs = self.q.shape[2], []
         for i in range(len(self.own)):
             a, b = self.start[i : i + 2].tolist()
@@ -68,7 +69,7 @@ class Chunks:
             k, v = self.cached_k[first:end].double(), self.cached_v[first:end].double()
             if not self.attend_cache:
                 k, v = torch.cat((k, self.k[a:b].double())), torch.cat((v, self.v[a:b].double()))
-            outs.append(attend(self.q[a:b], k, v, D**-0.5, window, softcap, None, sinks))
+            outs.append(attend(self.q[a:b], k, v, D**-0.5, window, softcap, None, sinks, segment))
         turned = whole_rotation(D).T.to(self.q.device) if self.rotated else None
         return torch.cat(outs) if turned is None else torch.cat(outs) @ turned
 
@@ -131,6 +132,24 @@ def test_sinks(device, heads, window, softcap, attend_cache):
 
 
 @pytest.mark.gpu
+@pytest.mark.ptx
+@pytest.mark.usefixtures("copies", "hopper")
+@pytest.mark.parametrize("own, cached, heads, attend_cache, segment", [
+    pytest.param([150, 0, 9], [21, 5, 300], (4, 1, 128), False, 40, id="short, begun among cached keys"),
+    pytest.param([290, 3], [70, 200], (1, 1, 64), False, 128, id="of whole tiles"),
+    pytest.param([140, 100], [0, 20], (7, 1, 64), False, 33, id="parts of tokens"),
+    pytest.param([200, 60], [150, 300], (2, 1, 64), True, 100, id="from the cache"),
+    pytest.param([40], [30], (4, 1, 64), False, 1, id="itself alone"),
+])  # fmt: skip
+def test_segments(device, own, cached, heads, attend_cache, segment):
+    """Rows of a tile in one segment and in several, behind keys that none of them attends."""
+    dtypes = (BF16, BF16) if attend_cache else (BF16, FP16)
+    chunks = Chunks(own, cached, *heads, *dtypes, attend_cache, not attend_cache, device)
+    assert error(chunks.run(segment=segment), chunks.truth(segment=segment)) < bound("fp16", BF16)
+    assert error(chunks.run(segment=segment), chunks.truth()) > 0.1
+
+
+@pytest.mark.gpu
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("rule", [(0, 0.0), (512, 0.0), (4096, 50.0)])
 def test_the_same_bits_every_time(device, rule):
@@ -156,7 +175,7 @@ def test_what_the_copy_engine_cannot_read_does_not_fit(monkeypatch):
     other = torch.empty(2, 9, 64, dtype=BF16).transpose(0, 1)  # a token's heads apart
     here = torch.empty(9, 2, 64, dtype=BF16)
     assert fits(here, here, here, PLAIN) and fits(here, here, here, Scores(1.0, 16, softcap=30.0))
-    assert fits(here, here, here, Scores(1.0, sinks=torch.ones(2)))
+    assert fits(here, here, here, Scores(1.0, sinks=torch.ones(2), segment=16))
     assert not fits(other, here, here, PLAIN) and not fits(here, here, other, PLAIN)
     assert not fits(here, here, here, Scores(1.0, slopes=torch.ones(2)))
     monkeypatch.setattr(hopper_kernel, "is_hopper", lambda device: False)

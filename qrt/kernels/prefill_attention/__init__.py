@@ -17,7 +17,7 @@ attend_cache   False: the cached positions are a chunk's prefix, and it attends 
                a perplexity includes what the format loses
 
 window, softcap, slopes, sinks and segment are those of `decode_attention`. Tiles of keys that no query of a
-program sees are skipped. With slopes or segments the portable kernel runs, on Hopper too.
+program sees are skipped. With slopes the portable kernel runs, on Hopper too.
 
 The kernels round what they read from the cache to q's dtype. If q is bf16 and the format is quantized, they
 round both to fp16 instead, since bf16 would round as coarsely as int8 does. fp16 ends at 65504; larger values

@@ -33,12 +33,12 @@ def item(turn):
 def place(where, number, S: gl.constexpr):
     """Return what an item attends.
 
-    That is its KV head and first row, its chunk's first token and length, the first of the chunk's own keys
-    that it attends and how many, and the same of the cached keys. Entries without a tile come last and have
-    length 0, so a program is done when it meets one.
+    That is its KV head and first row, its chunk's first token and length, how far its first row is into its
+    segment, the first of the chunk's own keys that it attends and how many, and the same of the cached keys.
+    Entries without a tile come last and have length 0, so a program is done when it meets one.
 
     Keys are attended from the first one that the first row sees. Behind it, of the own keys and of the cached
-    ones, stands which key that is, or a negative number: so many keys fewer than there are in its window.
+    ones, stands which key that is, or a negative number: so many keys fewer than the first row attends.
     """
     tiles, query_start, cached_start, items = where
     head, tile = number % S.HKV, number // S.HKV
@@ -54,20 +54,25 @@ def place(where, number, S: gl.constexpr):
     if S.ATTEND_CACHE:
         prefix = cached - length
         cached, own = cached - length + own, 0
-    own_at, own_low, cached_low = start, 0, 0
-    if S.WINDOW > 0:
-        skipped, cached_low = _skipped(prefix + lowest, cached, S)
+    own_at, own_low, cached_low, within = start, 0, 0, 0
+    if S.SEGMENT > 0:
+        within = (prefix + lowest) % S.SEGMENT
+    if S.LIMITED:
+        skipped, cached_low = _skipped(prefix + lowest, within, cached, S)
         cached_at, cached = cached_at + skipped, cached - skipped
         if not S.ATTEND_CACHE:
-            skipped, own_low = _skipped(lowest, own, S)
+            skipped, own_low = _skipped(lowest, within, own, S)
             own_at, own = own_at + skipped, own - skipped
-    return head, first, start, length, (own_at, own, own_low), (cached_at, cached, cached_low)
+    return head, first, start, length, within, (own_at, own, own_low), (cached_at, cached, cached_low)
 
 
 @gluon.jit
-def _skipped(position, count, S: gl.constexpr):
-    """Return how many of `count` keys come before the window of a row, and where it begins then."""
-    reach = position - (S.WINDOW - 1)
+def _skipped(position, within, count, S: gl.constexpr):
+    """Return how many of `count` keys come before what a row attends, and where that begins then."""
+    if S.SEGMENT > 0:
+        reach = position - within
+    else:
+        reach = position - (S.WINDOW - 1)
     skipped = gl.minimum(gl.maximum(reach, 0), count)
     return skipped, reach - skipped
 
@@ -86,7 +91,7 @@ def attend(GROUP: gl.constexpr, rings, where, output, S: gl.constexpr):
     signs = k_ready, k_empty, v_ready, v_empty
     row = gl.arange(0, HALF, layout=gl.SliceLayout(1, SCORES))
     done, queries, turn = 0, 0, 0
-    head, first, start, length, own_keys, cached_keys = place(where, item(0), S)
+    head, first, start, length, within, own_keys, cached_keys = place(where, item(0), S)
     while length > 0:
         own_at, own, own_low = own_keys
         _, cached, cached_low = cached_keys
@@ -105,10 +110,10 @@ def attend(GROUP: gl.constexpr, rings, where, output, S: gl.constexpr):
         if own > 0:
             state = m, l, acc
             skipped = 0
-            if S.WINDOW > 0:
+            if S.LIMITED:
                 skipped = own_at - start
             last, free = gl.minimum(token - skipped, own - 1), gl.minimum(first // S.G + 1 - skipped, own)
-            low, top = _lows(token, first, length, lowest, own_low, S)
+            low, top = _lows(token, first, length, (lowest, within), own_low, S)
             m, l, acc, done = _attend_keys(
                 query, k_smem, v_smem, signs, state, own, free, (last, low, top), rule, done, S.TOKENS == 0, S
             )
@@ -116,7 +121,7 @@ def attend(GROUP: gl.constexpr, rings, where, output, S: gl.constexpr):
             state = m, l, acc
             converted = cached_q_smem.index(slot).slice(GROUP * HALF, HALF)
             seen = gl.minimum((first - GROUP * HALF + S.M - 1) // S.G + 1, length)
-            lows = _lows(token, first, length, lowest, cached_low, S)
+            lows = _lows(token, first, length, (lowest, within), cached_low, S)
             m, l, acc, done = _attend_cached(
                 query, converted, cached_k_smem, cached_v_smem, signs, state, cached, seen, token, first,
                 lows, rule, done, S,
@@ -128,7 +133,7 @@ def attend(GROUP: gl.constexpr, rings, where, output, S: gl.constexpr):
         acc *= gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, SUMS)), 1)
         at = start, head, first, length
         turn += 1
-        head, first, start, length, own_keys, cached_keys = place(where, item(turn), S)
+        head, first, start, length, within, own_keys, cached_keys = place(where, item(turn), S)
         _store(acc, matrix, rotation, out, at, S)
 
 
@@ -144,13 +149,26 @@ def _factor(m, l, rule, head):
 
 
 @gluon.jit
-def _lows(token, first, length, lowest, low, S: gl.constexpr):
-    """Return the first key of each row's window, and that of the group's last row; `low` is the item's."""
-    if S.WINDOW > 0:
-        apart = low - lowest
-        return token + apart, gl.minimum((first + S.M // 2 - 1) // S.G, length - 1) + apart
+def _lows(token, first, length, begin, low, S: gl.constexpr):
+    """Return the first key that each row attends, and that of the group's last row.
+
+    `begin` is the item's first token and how far it is into its segment, `low` the first key that it attends.
+    """
+    lowest, within = begin
+    last = gl.minimum((first + S.M // 2 - 1) // S.G, length - 1)
+    if S.SEGMENT > 0:
+        before = within - lowest
+        return low + _floored(token + before, S), low + _floored(last + before, S)
+    elif S.WINDOW > 0:
+        return token + (low - lowest), last + (low - lowest)
     else:
         return token, 0
+
+
+@gluon.jit
+def _floored(x, S: gl.constexpr):
+    """Return the last multiple of a segment up to x, which is not below 0."""
+    return x // S.SEGMENT * S.SEGMENT
 
 
 @gluon.jit
@@ -203,7 +221,7 @@ def _weigh(scores, m, l, rule, seen, first, MASKED: gl.constexpr, S: gl.constexp
     """Return the weights of keys from `first` on, the new maximum and sum, and the factor of old sums.
 
     `rule` is the scale, the softcap and the sinks, of which the last two may be None. `seen` is last, low and
-    more: if MASKED, row r sees the keys up to last[r], and with a WINDOW those from low[r] on.
+    more: if MASKED, row r sees the keys up to last[r], and if LIMITED those from low[r] on.
     """
     scale, softcap, _ = rule
     if softcap is not None:
@@ -211,7 +229,7 @@ def _weigh(scores, m, l, rule, seen, first, MASKED: gl.constexpr, S: gl.constexp
     if MASKED:
         key = first + gl.arange(0, scores.shape[1], layout=gl.SliceLayout(0, scores.type.layout))
         visible = gl.expand_dims(key, 0) <= gl.expand_dims(seen[0], 1)
-        if S.WINDOW > 0:
+        if S.LIMITED:
             visible &= gl.expand_dims(key, 0) >= gl.expand_dims(seen[1], 1)
         scores = gl.where(visible, scores, -float("inf"))
     m_new = gl.maximum(m, gl.max(scores, 1) * scale)
@@ -257,8 +275,8 @@ def _attend_keys(
 ):  # fmt: skip
     """Go on from `state` through `count` keys, the last tile first.
 
-    `seen` is last, low and top: row r sees the keys up to last[r], and with a WINDOW those from low[r] on.
-    Every row sees keys before `free`, and with a WINDOW from `top` on. Unless STRADDLED, only the last tile
+    `seen` is last, low and top: row r sees the keys up to last[r], and if LIMITED those from low[r] on.
+    Every row sees keys before `free`, and if LIMITED from `top` on. Unless STRADDLED, only the last tile
     has keys behind some row. `done` counts the tiles before these.
     """
     k_ready, k_empty, v_ready, v_empty = signs
@@ -282,7 +300,7 @@ def _attend_keys(
         running = _attend_tiles(
             query, k_smem, v_smem, signs, running, done + masked, end, seen, rule, True, S
         )
-    if S.WINDOW > 0:
+    if S.LIMITED:
         whole = end - (gl.maximum(seen[2], 0) + S.N - 1) // S.N
         running = _attend_tiles(query, k_smem, v_smem, signs, running, whole, end, seen, rule, False, S)
         running = _attend_tiles(query, k_smem, v_smem, signs, running, end, end, seen, rule, True, S)

@@ -47,6 +47,12 @@ class _Sizes:
     QUERIES: int  # tiles of queries in shared memory
     STAGES: int  # tiles of K in shared memory, and as many of V
     WINDOW: int  # tokens that a query attends, itself included; 0: all
+    SEGMENT: int  # tokens of the segments, of which a query attends its own; 0: all
+
+    @property
+    def LIMITED(self) -> bool:
+        """Return whether a query may attend less than all tokens before it."""
+        return self.WINDOW > 0 or self.SEGMENT > 0
 
     @property
     def TOKENS(self) -> int:
@@ -105,7 +111,7 @@ def _fetch(
     cached_v_smem = v_smem._reinterpret(S.CACHED, [S.STAGES, S.N, S.D], k_desc.layout)
     signs = k_ready, k_empty, v_ready, v_empty, cleared
     done, clears, queries, turn = 0, 0, 0, 0
-    head, first, start, length, own_keys, cached_keys = place(where, item(0), S)
+    head, first, start, length, _, own_keys, cached_keys = place(where, item(0), S)
     while length > 0:
         if S.TOKENS > 0:
             slot = queries % S.QUERIES
@@ -119,7 +125,7 @@ def _fetch(
         own_at, own, _ = own_keys
         cached_at, cached, _ = cached_keys
         valid = length  # rows of V that are this chunk's
-        if S.WINDOW > 0:
+        if S.LIMITED:
             valid -= own_at - start
         done, clears = _fetch_keys(
             k_desc, v_desc, k_smem, v_smem, signs, head, own_at, own, valid, done, clears, S
@@ -129,7 +135,7 @@ def _fetch(
             cached, done, clears, S,
         )  # fmt: skip
         turn += 1
-        head, first, start, length, own_keys, cached_keys = place(where, item(turn), S)
+        head, first, start, length, _, own_keys, cached_keys = place(where, item(turn), S)
 
 
 @gluon.jit
@@ -191,13 +197,12 @@ def fits(q: Tensor, k: Tensor, v: Tensor, rule: Scores) -> bool:
     """Return whether `hopper_prefill` takes q [T, Hq, D] and k, v [T, Hkv, D] by this rule.
 
     It needs a 16-bit dtype, a D of 64 or 128, tokens that the copy engine can read, and a GPU with wgmma. It
-    has windows, softcaps and sinks, but neither slopes nor segments.
+    has windows, segments, softcaps and sinks, but no slopes.
     """
     D = q.shape[2]
     return (
         is_hopper(q.device)
         and rule.slopes is None
-        and not rule.segment
         and q.dtype in DTYPES
         and D in (64, 128)
         and all(_is_readable(x, D) for x in (q, k, v))
@@ -234,6 +239,7 @@ def hopper_prefill(
     sizes = _Sizes(
         Hq // Hkv, Hkv, D, tile_rows(q.itemsize, D), KEYS, DTYPES[q.dtype], DTYPES[cached_k.dtype],
         attend_cache, QUERY_TILES, RING_BYTES // (2 * KEYS * D * q.itemsize), rule.window,
+        rule.segment,
     )  # fmt: skip
     own = _of_keys(k)
     queries = own  # unused: if a tile is not whole tokens, the kernel loads its queries itself
