@@ -62,6 +62,17 @@ def test_same_logits_as_transformers(published, truth):
     assert relative(Requests(model).run([(0, PROMPT)])[0], truth) < 1e-4
 
 
+@pytest.mark.parametrize("kv", ["fp16", "int8", "int4"])
+def test_greedy_tokens_are_those_of_transformers(published, plain, kv):
+    """Behind a prompt in two chunks; quantized KV changes a few."""
+    requests = Requests(ours(published), kv)
+    requests.run([(0, PROMPT[:23])])
+    tokens, _ = requests.greedy(PROMPT[23:], 12)
+    wanted = theirs(plain, [*PROMPT, *tokens[:-1]])[len(PROMPT) - 1 :].argmax(-1).tolist()
+    same = sum(own == their for own, their in zip(tokens, wanted, strict=True))
+    assert same >= {"fp16": 12, "int8": 11, "int4": 6}[kv]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_in_16_bits(published, plain, truth, dtype):
     """As good as unquantized experts of the same numbers; the median, as rounding chooses other experts."""
