@@ -214,7 +214,6 @@ def test_the_tokenizers_revision(asking):
     "files, error, message",
     [
         ({"config.json": b'{"architectures": ["BertModel"]}'}, UnsupportedError, "unknown architecture"),
-        ({"config.json": b'{"architectures": ["MixtralForCausalLM"]}'}, UnsupportedError, "mixture of"),
         ({"adapter_config.json": b"{}"}, CheckpointError, "org/x: no config.json; an adapter"),
         ({"x-Q4_0.gguf": b"GGUF"}, CheckpointError, "org/x: no config.json; x-Q4_0.gguf is GGUF"),
         ({"config.json": CONFIG, "pytorch_model.bin": b"x"}, CheckpointError, "org/x: expected safetensors"),

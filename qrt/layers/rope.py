@@ -88,7 +88,8 @@ def rope_tables(
     Angles are computed in fp64, so that position 100000 is as exact as 1, and not of all positions at once.
     """
     half, pairs = head_dim // 2, 0 if rope is None else rope.turning // 2
-    cos = torch.ones(1 if rope is None else max_position, half, device=device)
+    count = 1 if rope is None else max_position
+    cos = torch.ones(count, half, dtype=torch.float32, device=device)
     sin = torch.zeros_like(cos)
     if rope is not None:
         turns = frequencies(rope)

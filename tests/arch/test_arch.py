@@ -160,7 +160,7 @@ def test_biases_and_norms_are_those_of_the_transformers_model(case):
     assert hasattr(attention, "q_norm") == hasattr(attention, "k_norm") == (ours.qk_norm == "head")
 
 
-def test_alpha_of_dynamic_rope_makes_theta_larger_at_every_length():
+def test_alpha_of_dynamic_rope_makes_theta_larger():
     """HunYuan's; against its class in transformers, which computes the frequencies when it is made."""
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 1000.0, "factor": 1.0}
     config = {**SIZES, "head_dim": 32, "rope_parameters": rope}

@@ -199,7 +199,7 @@ def test_released_entries_of_mixtures_are_read():
     assert read("Dots1", dots | {"scoring_func": "noaux_tc"}).experts.shared_width == 2 * 1408
 
 
-def test_short_and_long_requests_have_each_their_factors_and_lengths():
+def test_short_and_long_requests_have_their_own_factors():
     """Phi 3.5 MoE's cos and sin are multiplied by stored numbers."""
     longrope = {"type": "longrope", "short_factor": [1.0] * 16, "long_factor": [4.0] * 16}
     longrope |= {"short_mscale": 1.1, "long_mscale": 1.3, "original_max_position_embeddings": 64}

@@ -31,7 +31,7 @@ def test_a_missing_correction_is_named(tmp_path):
         ours(tmp_path)
 
 
-def test_a_correction_that_the_family_does_not_read_is_refused_unless_it_is_zero(tmp_path):
+def test_a_correction_without_a_reader_must_be_zero(tmp_path):
     make("qwen3_moe", tmp_path)
     before = Requests(ours(tmp_path)).run([(0, prompt(20))])[0]
     name = CORRECTION.replace("layers.1", "layers.2")

@@ -193,7 +193,7 @@ def test_explain_on_a_cpu_tells_of_each_expert():
     (1, 128, 8, False), (1, 8, 2, False), (2, 128, 8, False), (2, 8, 2, True), (4, 32, 4, True),
     (16, 128, 8, True),
 ])  # fmt: skip
-def test_few_assignments_that_rarely_share_an_expert_are_not_ordered(tokens, experts, top_k, ordered):
+def test_few_assignments_are_not_ordered(tokens, experts, top_k, ordered):
     sizes = Sizes(Layout.TILES, torch.bfloat16, tokens, top_k, experts, 2048, 768, (8, 3))
     how = choose.plan(sizes)
     assert how.ordered == ordered
