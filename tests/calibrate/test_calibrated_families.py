@@ -155,7 +155,7 @@ def test_layers_that_predict_further_tokens_are_copied(tmp_path):
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if "moe" in name or name in ("mixtral", "gpt_oss")])
-def test_stacked_results_that_transformers_does_not_read_are_named(name, tmp_path):
+def test_stacked_results_beyond_transformers_are_named(name, tmp_path):
     """It reads experts one by one where it writes them so, as it has written this checkpoint."""
     make(name, tmp_path)
     job = plan(open_checkpoint(tmp_path), recipe_of({"method": "rtn", "group_size": 32}), torch.device("cpu"))
