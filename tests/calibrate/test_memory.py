@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from live_bytes import live_bytes
+from live_bytes import Peak, live_bytes
 from qrt.errors import CheckpointError
 from qrt_calibrate import cli, pipeline
 from qrt_calibrate.model import executor, streams
@@ -42,21 +42,11 @@ def test_a_mapped_file_has_its_blocks_before_it_is_written(tmp_path, monkeypatch
 def test_peak_does_not_grow_with_the_number_of_layers(
     method, make_checkpoint, calib, tmp_path, monkeypatch, frozen
 ):
-    peak = 0
-
-    def sampled(function):
-        def call(*args, **options):
-            nonlocal peak
-            result = function(*args, **options)
-            peak = max(peak, live_bytes())
-            return result
-
-        return call
-
+    peak = Peak()
     # in the middle of a layer, and where the next one is read
-    monkeypatch.setattr(correct, "search_clip", sampled(correct.search_clip))
+    monkeypatch.setattr(correct, "search_clip", peak.sampled(correct.search_clip))
     for module in (pipeline, executor):
-        monkeypatch.setattr(module, "read_layer", sampled(module.read_layer))
+        monkeypatch.setattr(module, "read_layer", peak.sampled(module.read_layer))
     monkeypatch.setattr(search, "GRID", 3)
     peaks = []
     for layers in (2, 6):  # a layer has 164 k weights: 0.33 MB in bf16, 0.66 MB in fp32
@@ -65,8 +55,8 @@ def test_peak_does_not_grow_with_the_number_of_layers(
             f"--model {source} --method {method} --calib {calib} --n-samples 2 --seqlen 32 --eval-samples 1"
         )
         gc.collect()
-        peak, before = 0, live_bytes()
+        peak.bytes, before = 0, live_bytes()
         assert cli.main([*flags.split(), "--out", str(tmp_path / f"{layers}")]) == 0
-        peaks.append(peak - before)
+        peaks.append(peak.bytes - before)
     # that anything was seen at all: rounding alone holds less than a search
     assert peaks[0] > (400_000 if method == "rtn" else 500_000) and peaks[1] < peaks[0] + 330_000, peaks

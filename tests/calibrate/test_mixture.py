@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 from hand_steps import Requests
-from live_bytes import live_bytes
+from live_bytes import Peak, live_bytes
 from qrt.arch import Arch
 from qrt.arch.read import read_arch
 from qrt.errors import QrtError
@@ -297,23 +297,15 @@ def test_memory_is_foreseen(every, make_checkpoint, calib, tmp_path, monkeypatch
     source = make_checkpoint("Qwen3MoeForCausalLM", num_experts_per_tok=2, **sizes)
     text = {"calib": str(calib), "n_samples": 2, "seqlen": 32, "eval_samples": 0, "method": "gptq"}
     recipe = recipe_of({**ENTRIES, **text, "moe_calibrate_all_experts": every})
-    peak = 0
-
-    def sampled(function):
-        def call(*arguments, **options):
-            nonlocal peak
-            result = function(*arguments, **options)
-            peak = max(peak, live_bytes())
-            return result
-
-        return call
-
-    monkeypatch.setattr(gptq, "round_block", sampled(gptq.round_block))
-    monkeypatch.setattr(each, "round_block", sampled(each.round_block))
-    monkeypatch.setattr(correct, "search_clip", sampled(correct.search_clip))
-    monkeypatch.setattr("qrt_calibrate.steps.figures.output_error", sampled(output_error))
+    peak = Peak()
+    monkeypatch.setattr(gptq, "round_block", peak.sampled(gptq.round_block))
+    monkeypatch.setattr(each, "round_block", peak.sampled(each.round_block))
+    monkeypatch.setattr(correct, "search_clip", peak.sampled(correct.search_clip))
+    monkeypatch.setattr("qrt_calibrate.steps.figures.output_error", peak.sampled(output_error))
     before = live_bytes()
     foreseen = preflight(plan(open_checkpoint(source), recipe, CPU))
     report = calibrate_model(source, recipe, tmp_path / "out", CPU)
     assert report.stored_bytes == foreseen.output_bytes
-    assert (peak - before) / (foreseen.working_bytes + foreseen.hidden_bytes) == pytest.approx(1, abs=0.2)
+    assert (peak.bytes - before) / (foreseen.working_bytes + foreseen.hidden_bytes) == pytest.approx(
+        1, abs=0.2
+    )

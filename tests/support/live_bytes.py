@@ -1,4 +1,4 @@
-"""The bytes of all tensors that are alive: `from live_bytes import live_bytes`."""
+"""The bytes of all tensors that are alive: `from live_bytes import Peak, live_bytes`."""
 
 import gc
 
@@ -11,3 +11,20 @@ def live_bytes():
         t.untyped_storage() for t in gc.get_objects() if type(t) in (torch.Tensor, torch.nn.Parameter)
     ]
     return sum({s.data_ptr(): s.nbytes() for s in storages if s.device.type == "cpu"}.values())
+
+
+class Peak:
+    """The most bytes that were alive when a `sampled` function returned."""
+
+    def __init__(self):
+        self.bytes = 0
+
+    def sampled(self, function):
+        """Return `function`, which then notes what is alive after each call."""
+
+        def call(*arguments, **options):
+            result = function(*arguments, **options)
+            self.bytes = max(self.bytes, live_bytes())
+            return result
+
+        return call
