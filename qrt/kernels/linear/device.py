@@ -96,6 +96,13 @@ def store_block(
 
 
 @gluon.jit
+def weights_of_places(ORDER, WEIGHTS, first, count, BM: gl.constexpr, LAYOUT: gl.constexpr):
+    """Return the weights fp32 [BM] of the assignments of places; 0 for padding."""
+    assignment = gl.load(ORDER + first + gl.arange(0, BM, layout=LAYOUT))
+    return gl.load(WEIGHTS + assignment, mask=assignment < count, other=0.0)
+
+
+@gluon.jit
 def sum_splits(acc, PARTS, ARRIVALS, output, MMA: gl.constexpr):
     """Do as `sum_splits` of shared/device.py, for whole blocks; acc is number `output`.
 

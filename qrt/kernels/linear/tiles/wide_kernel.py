@@ -50,6 +50,7 @@ from qrt.kernels.linear.device import (
     signals,
     store_block,
     sum_splits,
+    weights_of_places,
 )
 from qrt.kernels.linear.shared.device import in_panels, split_evenly
 from qrt.kernels.linear.shared.places import Grouped
@@ -300,10 +301,8 @@ def _store(acc, Y, first, token, M, N, scatter, S: gl.constexpr):
     """
     ORDER, WEIGHTS, count = scatter
     if WEIGHTS is not None:
-        m = token + gl.arange(0, S.BM, layout=gl.SliceLayout(0, acc.type.layout))
-        assignment = gl.load(ORDER + m)
-        weight = gl.load(WEIGHTS + assignment, mask=assignment < count, other=0.0)
-        acc *= gl.expand_dims(weight, 0)
+        COLUMN: gl.constexpr = gl.SliceLayout(0, acc.type.layout)
+        acc *= gl.expand_dims(weights_of_places(ORDER, WEIGHTS, token, count, S.BM, COLUMN), 0)
     y = acc.to(Y.dtype.element_ty)
     if S.HALVES == 2:
         gate, up = gl.split(y.reshape([S.ROWS // 16, 2, 8, S.BM]).permute((0, 2, 3, 1)))
