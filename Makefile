@@ -8,13 +8,17 @@ LM_EVAL := lm-eval accelerate colorama lxml portalocker psutil sacrebleu tabulat
 # Modules are compiled when first imported, and kept: not all that is installed, nor the same at every start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test ptx real lint docs audit
+.PHONY: demo test exhaustive ptx real lint docs audit
 
 demo: .venv/installed
 	$(BIN)/python -m qrt_eval.demo
 
 test: .venv/installed
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+# The suite with all of the many alike, such as every family calibrated in every scheme: half an hour on two cores.
+exhaustive: .venv/installed
+	QRT_TEST_EXHAUSTIVE=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 # The kernels as they are compiled for Hopper, executed on the CPU: the tests marked `ptx` (see tools/ptx/README.md).
 ptx: .venv/installed

@@ -2,7 +2,7 @@
 
 Without a GPU, `gpu` tests skip and Triton runs in its interpreter. QRT_TEST_PTX executes what Triton compiles
 instead (tools/ptx): `some` runs the tests marked `ptx`, `all` runs all. Tests of the `real` model skip until
-it is made.
+it is made, and `exhaustive` ones unless QRT_TEST_EXHAUSTIVE is set.
 """
 
 import gc
@@ -21,6 +21,8 @@ import interpreter
 import real_model
 from backends import GPU, PTX, PTX_SEED, PTX_SM, PTX_TESTS
 from ptx import launch
+
+EXHAUSTIVE = os.environ.get("QRT_TEST_EXHAUSTIVE") == "1"
 
 if PTX:
     launch.install(PTX_SM)
@@ -43,6 +45,8 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
         if item.get_closest_marker("real") and not real_model.is_there():
             item.add_marker(pytest.mark.skip(reason=real_model.MISSING))
+        if item.get_closest_marker("exhaustive") and not EXHAUSTIVE:
+            item.add_marker(pytest.mark.skip(reason="one of many alike; `make exhaustive` runs all"))
 
 
 def pytest_collection_finish():

@@ -27,16 +27,16 @@ from truth import ours
 from zoo import MODELS, make
 
 TOKENS = torch.randint(4, 256, (2, 40), generator=torch.Generator().manual_seed(7))  # longer than each window
-FEW = {  # one for each way to store, to norm and to scale; the others are slow
+FEW = {  # one for each way to store, to norm and to scale; the others are exhaustive
     "phi3": "w4a16", "neox": "w8a8", "gemma2": "w4a16", "cohere2": "w4a16", "olmo2": "w8a8",
-    "qwen2_5_vl": "w4a16", "gpt_oss": "w8a8",
+    "qwen2_5_vl": "w4a16", "gpt_oss": "w8a8", "glm4_moe": "w4a16", "llama4-maverick": "w4a16",
 }  # fmt: skip
 REFUSED = {"gpt2"}
 UNLOADED = {  # whose own classes fail to make a quantized Linear (transformers 5.17)
     "bigcode", "falcon-7b", "falcon-40b", "falcon-rw",
 }  # fmt: skip
 CASES = [
-    pytest.param(name, scheme, marks=[] if FEW.get(name) == scheme else [pytest.mark.slow])
+    pytest.param(name, scheme, marks=[] if FEW.get(name) == scheme else [pytest.mark.exhaustive])
     for name in MODELS
     for scheme in ("w4a16", "w8a8")
     if name not in REFUSED

@@ -44,7 +44,7 @@ ENTRIES = {"bits": 4, "group_size": 64, "method": "awq-gptq"}
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(name, marks=[] if "Qwen2" in name else [pytest.mark.slow]) for name in SIZES],
+    params=[pytest.param(name, marks=[] if "Qwen2" in name else [pytest.mark.exhaustive]) for name in SIZES],
 )
 def mixture(request, make_checkpoint):
     """bf16; one input channel of the experts is an outlier, so that scales are worth folding."""
