@@ -14,6 +14,7 @@ from qrt.kernels.experts import experts, experts_shares
 from qrt.kernels.linear import prepare
 from qrt.kernels.linear.weight import Weight
 from qrt.kernels.route import route
+from qrt.kernels.route.counters import counters_of
 from qrt.layers.linear import Linear
 from qrt.layers.mlp import MLP
 from qrt.quant.weight import WeightData
@@ -70,6 +71,7 @@ class Chooser:
         self, rules: Router, gate: Tensor, bias: Tensor | None = None, correction: Tensor | None = None
     ) -> None:
         self.rules, self.gate, self.bias, self.correction = rules, gate, bias, correction
+        counters_of(gate)  # graphs of steps may be recorded before this layer runs
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [T, H] -> weights fp32 [T, k] and experts int32 [T, k]."""

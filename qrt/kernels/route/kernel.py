@@ -21,10 +21,9 @@ from qrt.kernels.gpu import overlaps
 from qrt.kernels.launch import variant
 from qrt.kernels.linear.shared.device import split_evenly, sum_splits
 from qrt.kernels.linear.tiles.device import dot_type
+from qrt.kernels.route.counters import COUNTERS, counters_of
 from qrt.kernels.route.device import NEVER, choose, scores_of, sparsemixer
 from qrt.kernels.sizes import cdiv, next_power_of_2
-
-COUNTERS = 132  # most blocks of tokens whose sums are split
 
 
 class Plan(NamedTuple):
@@ -126,7 +125,7 @@ def route(
     parts = arrivals = None
     if how.splits > 1:
         parts = torch.empty(how.splits * tokens * experts, dtype=torch.float32, device=x.device)
-        arrivals = _counters(weight)
+        arrivals = counters_of(weight)
     kernel = variant(
         _route, H=hidden, E=experts, TOP_K=top_k, SCORE=score, RENORMALIZE=renormalize, GROUPS=groups,
         KEPT=kept, GROUP_TOP=group_top, BIASED=bias is not None, CORRECTED=correction is not None,
@@ -139,17 +138,3 @@ def route(
         parts, arrivals, tokens, float(factor), float(jitter),
     )  # fmt: skip
     return weights, chosen
-
-
-def _counters(weight: Tensor) -> Tensor:
-    """Return counters that are 0 between calls, and belong to this router.
-
-    They stay with the tensor, so that two streams with different layers do not meet in them. Those made while
-    a graph is recorded are zeroed by that graph alone, so they do not stay.
-    """
-    kept: Tensor | None = getattr(weight, "qrt_arrivals", None)
-    if kept is None:
-        kept = torch.zeros(COUNTERS, dtype=torch.int32, device=weight.device)
-        if not (weight.is_cuda and torch.cuda.is_current_stream_capturing()):
-            weight.qrt_arrivals = kept  # type: ignore[attr-defined]
-    return kept
