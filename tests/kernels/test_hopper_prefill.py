@@ -115,7 +115,7 @@ def test_windows_and_softcap(device, own, cached, heads, dtypes, attend_cache, r
 
 
 @pytest.mark.gpu
-@pytest.mark.ptx
+@pytest.mark.ptx(window=[40])
 @pytest.mark.usefixtures("copies", "hopper")
 @pytest.mark.parametrize("heads, window, softcap, attend_cache", [
     pytest.param((4, 1, 64), 0, 0.0, False, id="all tokens"),
@@ -132,7 +132,7 @@ def test_sinks(device, heads, window, softcap, attend_cache):
 
 
 @pytest.mark.gpu
-@pytest.mark.ptx
+@pytest.mark.ptx(segment=[40, 1])
 @pytest.mark.usefixtures("copies", "hopper")
 @pytest.mark.parametrize("own, cached, heads, attend_cache, segment", [
     pytest.param([150, 0, 9], [21, 5, 300], (4, 1, 128), False, 40, id="short, begun among cached keys"),
