@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from qrt.errors import CheckpointError
 
-SCORES = ("softmax", "sigmoid", "top", "sparsemixer")
-
 
 @dataclass(frozen=True)
 class Router:

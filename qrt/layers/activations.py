@@ -24,9 +24,8 @@ def swiglu_oai(gate: Tensor, up: Tensor) -> Tensor:
     return ((wide + 1) * gate * torch.sigmoid(1.702 * gate)).to(up.dtype)
 
 
-PAIRS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "swiglu_oai": swiglu_oai
-}  # of a gate and its up, only
+# activations of a gate and its up together
+PAIRS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"swiglu_oai": swiglu_oai}
 
 
 def act_times(gate: Tensor, up: Tensor, act: str) -> Tensor:

@@ -213,7 +213,9 @@ class _Layer:
             case "head" | "after":
                 return norm_layer(arch, weights, full, arch.head_dim, channels=channels)
             case "unit" if arch.layers[self.index].rope is not None:
-                return RMSNorm(torch.ones(arch.head_dim, device=weights.device), arch.norm.eps)
+                return RMSNorm(
+                    torch.ones(arch.head_dim, dtype=torch.float32, device=weights.device), arch.norm.eps
+                )
             case "modules":
                 parts = [
                     norm_layer(arch, weights, f"{full}.norms.{i}", arch.head_dim, channels=channels)

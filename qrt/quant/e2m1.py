@@ -28,7 +28,7 @@ _BF16_HALF_SMALLEST = 0x40  # 2^-127, which has no exponent of its own
 
 def numbers(codes: Tensor) -> Tensor:
     """Return what the codes 0..15 (any integer dtype) stand for, fp32."""
-    return looked_up(torch.tensor(VALUES, device=codes.device), codes)
+    return looked_up(torch.tensor(VALUES, dtype=torch.float32, device=codes.device), codes)
 
 
 def looked_up(table: Tensor, codes: Tensor) -> Tensor:

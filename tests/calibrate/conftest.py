@@ -56,5 +56,5 @@ def frozen():
 
 @pytest.fixture(autouse=True)
 def short_timing(monkeypatch):
-    """Time each part of an estimate no longer than it must be."""
+    """Time each part of an estimate by the fewest calls."""
     monkeypatch.setattr(duration, "ENOUGH", 0.0)

@@ -110,3 +110,15 @@ def test_text_halves_are_found_in_both_places(name, old, new, tmp_path):
         other_names(tmp_path, keep)
     got = Requests(ours(tmp_path)).run([(0, PROMPT)])[0]
     torch.testing.assert_close(got, truth(model, PROMPT), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["llama4", "gpt_oss", "glm4_moe"])
+def test_default_dtype_of_torch_changes_nothing(name, tmp_path):
+    make(name, tmp_path)
+    want = Requests(ours(tmp_path)).run([(0, PROMPT)])[0]
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        got = Requests(ours(tmp_path)).run([(0, PROMPT)])[0]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(got, want)

@@ -35,6 +35,14 @@ def test_codes_are_floats_of_4_bits():
     assert sum(w * w for w in want) / 16 == e2m1.MEAN_SQUARE
 
 
+def test_default_dtype_of_torch_changes_nothing():
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert e2m1.numbers(torch.arange(16)).dtype == torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_every_scale_is_an_exact_power_of_two():
     got = e2m1.scales(torch.arange(255, dtype=torch.uint8))
     assert got.dtype == torch.bfloat16 and got.double().tolist() == [2.0 ** (s - 127) for s in range(255)]

@@ -1,4 +1,4 @@
-"""Write a gpt-oss checkpoint as OpenAI publishes it: experts in MXFP4, everything else as it was."""
+"""Write a gpt-oss checkpoint as OpenAI publishes it: only the experts are in MXFP4."""
 
 import json
 from pathlib import Path

@@ -64,7 +64,7 @@ def _centred(active: Tensor, logs: Iterable[Tensor], powers: bool) -> Iterator[T
 
 def _relative_magnitude(pair: Pair, spec: QuantSpec) -> Tensor:
     """Return [K]: the mean over the readers' rows of |w| / the largest |w| of its group."""
-    total = torch.zeros(pair.readers[0].in_features, device=pair.readers[0].weight.device)
+    total = pair.readers[0].weight.new_zeros(pair.readers[0].in_features)
     for reader in pair.readers:
         groups = reader.weight.abs().unflatten(1, (-1, spec.group_of(len(total))))
         total += (groups / (groups.amax(-1, keepdim=True) + 1e-6)).flatten(1).sum(0)

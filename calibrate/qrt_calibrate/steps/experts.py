@@ -66,7 +66,7 @@ def count_tokens(bench: Bench, every: bool) -> Census:
             for layer, states in ((rounded, hidden), (exact, exact_hidden)):
                 (x,) = bench.inputs(layer, [spec.module], states)
                 _, own = mixture_of(layer).choose(x)
-                both.append(torch.zeros(len(x), spec.count, device=x.device).scatter_(1, own, 1.0))
+                both.append(x.new_zeros(len(x), spec.count).scatter_(1, own, 1.0))
             chosen += both[0].sum(0).long().cpu()
             same += int((both[0] * both[1]).sum())
         return chosen, same

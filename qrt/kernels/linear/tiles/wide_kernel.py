@@ -355,8 +355,8 @@ def wide_experts(
 ) -> Callable[[Tensor, Tensor | None, Tensor, Grouped], None]:  # fmt: skip
     """Return what computes y of each place's expert from x, bias, y and a group, for all that are as these.
 
-    x [P, K] has the places in its rows, in the order of the codes, is contiguous and `fits`. What it has for
-    padding does not matter: no row depends on another. The tensors of `weight` are those of all E experts,
+    x [P, K] has the places in its rows, in the order of the codes, is contiguous and `fits`. The rows of
+    padding may hold anything: no row depends on another. The tensors of `weight` are those of all E experts,
     stacked; bias is [E, N]. y has a row for each place, or is [shares, T, N]. It has x's dtype or is fp32;
     with `act`, which is as in `wide_product`, it has x's. The plan is persistent, with blocks as the group's.
     """
