@@ -119,12 +119,16 @@ class RandomWeights:
         return x.normal_(0, deviation, generator=self.random)
 
     def _codes(self, out: int, in_features: int, spec: QuantSpec, bias: Tensor | None) -> WeightData:
-        """Return uniform codes: integers of variance (levels^2 - 1) / 12; scales make it about 1/K."""
+        """Return uniform codes, integers but the lowest, so that weights are zero on average.
+
+        Else every product adds to one direction, in which all tokens agree after some layers: then they
+        choose the same experts. The codes' variance is ((levels - 1)^2 - 1) / 12; scales make it about 1/K.
+        """
         groups = (out, in_features // spec.group_of(in_features))
-        codes = self._integers(0, spec.levels, (out, in_features))
-        zero = None if spec.symmetric else self._integers(spec.midpoint - 1, spec.midpoint + 2, groups)
         floats = spec.codes is Codes.E2M1
-        variance = e2m1.MEAN_SQUARE if floats else (spec.levels**2 - 1) / 12
+        codes = self._integers(0 if floats else 1, spec.levels, (out, in_features))
+        zero = None if spec.symmetric else self._integers(spec.midpoint - 1, spec.midpoint + 2, groups)
+        variance = e2m1.MEAN_SQUARE if floats else ((spec.levels - 1) ** 2 - 1) / 12
         scale = torch.rand(groups, generator=self.random, dtype=torch.float32, device=self.device) + 0.5
         scale *= (variance * in_features) ** -0.5
         scale = scale.log2().round().exp2().bfloat16() if floats else scale.to(self.dtype)
