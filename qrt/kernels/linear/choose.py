@@ -23,6 +23,7 @@ from qrt.quant.weight.base import Layout, WeightScheme
 from qrt.quant.weight.tiles import TILE_ROWS, TiledScheme, TiledWeight
 
 FUSED_TOKENS = {2: 64, 4: 16}  # most tokens, by bytes of x: accumulators and planes fill the registers
+WIDE_TOKENS = {4: 33, 8: 9}  # least tokens, by bits, for which Hopper's kernel won most measured shapes
 FASTEST = "it was the fastest for this shape"
 WIDEST = 4096  # widest measured width; more tokens take its plan
 
@@ -76,12 +77,12 @@ def tile_plan(x: Tensor, weight: TiledWeight, bits: int) -> Product:
             return Product(Kernel.FUSED, FASTEST, tile_plans.PLANS[kind](*sizes), True)
         if kind == "wide" and hopper:
             return Product(Kernel.WIDE, FASTEST, tile_plans.PLANS[kind](*sizes), True)
+    if hopper and measured is None and tokens >= WIDE_TOKENS[bits]:
+        plan = tile_plans.wide_plan(width, blocks, tiles, multiprocessors(x.device))
+        return Product(Kernel.WIDE, "the tokens are many, on a Hopper GPU", plan)
     if few:
         why = "the tokens are few and nothing faster was measured"
         return Product(Kernel.FUSED, why, tile_plans.fused_plan(width, blocks, tiles))
-    if hopper and measured is None:
-        plan = tile_plans.wide_plan(width, blocks, tiles, multiprocessors(x.device))
-        return Product(Kernel.WIDE, "the tokens are many, on a Hopper GPU", plan)
     if measured is not None and hopper:
         return Product(Kernel.DEQUANTIZE, FASTEST)
     return Product(Kernel.DEQUANTIZE, "the tokens are many, and Hopper's kernel does not take them here")
