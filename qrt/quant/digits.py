@@ -33,14 +33,11 @@ class Digits(NamedTuple):
     tokens: int
 
     @classmethod
-    def empty(cls, tokens: int, inputs: int, room: int, device: torch.device, blocks: int = 0) -> Digits:
-        """Return digits that are not written yet; `room` is B.
-
-        With `blocks` there are as many digits, stacked, of B of the tokens each.
-        """
-        stack, groups = (blocks,) if blocks else (), inputs // GROUP
-        codes = torch.empty(*stack, groups, 2, room, GROUP, dtype=torch.int8, device=device)
-        facts = torch.empty(*stack, 2, groups, room, dtype=torch.float32, device=device)
+    def empty(cls, tokens: int, inputs: int, room: int, device: torch.device) -> Digits:
+        """Return digits that are not written yet; `room` is B."""
+        groups = inputs // GROUP
+        codes = torch.empty(groups, 2, room, GROUP, dtype=torch.int8, device=device)
+        facts = torch.empty(2, groups, room, dtype=torch.float32, device=device)
         return cls(codes, facts, tokens)
 
     def write(self, x: Tensor) -> None:

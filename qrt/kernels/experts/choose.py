@@ -12,17 +12,8 @@ import torch
 
 from qrt.kernels.linear.int8.plans import BlockPlan
 from qrt.kernels.linear.product import Epilogue, Kernel, Product
-from qrt.kernels.linear.tiles.plans import (
-    DIGITS_GATED,
-    DigitsPlan,
-    FusedPlan,
-    WidePlan,
-    even_splits,
-    expert_block,
-    expert_plan,
-)
+from qrt.kernels.linear.tiles.plans import FusedPlan, WidePlan, even_splits, expert_block, expert_plan
 from qrt.kernels.sizes import cdiv, next_power_of_2
-from qrt.quant.digits import MOST_TOKENS
 from qrt.quant.weight.base import Layout
 from qrt.quant.weight.tiles import TILE_ROWS
 
@@ -49,7 +40,6 @@ class Sizes(NamedTuple):
     words     words of a tile's row in gate_up and in down, where Hopper's kernel takes both; or None
     planes    planes of a tile there
     sms       multiprocessors of the GPU
-    digits    whether few tokens of an expert are faster by digits
     """
 
     layout: Layout
@@ -63,7 +53,6 @@ class Sizes(NamedTuple):
     words: tuple[int, int] | None = None
     planes: int = 0
     sms: int = 0
-    digits: bool = False
 
     @property
     def assignments(self) -> int:
@@ -84,8 +73,8 @@ class Plan(NamedTuple):
     block: int
     ordered: bool
     joined: bool
-    gate_up: FusedPlan | BlockPlan | WidePlan | DigitsPlan
-    down: FusedPlan | BlockPlan | WidePlan | DigitsPlan
+    gate_up: FusedPlan | BlockPlan | WidePlan
+    down: FusedPlan | BlockPlan | WidePlan
 
 
 def is_ordered(sizes: Sizes) -> bool:
@@ -116,11 +105,6 @@ def plan(sizes: Sizes) -> Plan:
     return Plan(block, ordered, True, gate_up, _rows(sizes, sizes.hidden, sizes.steps[1], block, singles, 32))
 
 
-_KERNELS = {
-    BlockPlan: Kernel.ROWS, FusedPlan: Kernel.FUSED, WidePlan: Kernel.WIDE, DigitsPlan: Kernel.DIGITS
-}  # fmt: skip
-
-
 def explain(sizes: Sizes) -> tuple[str, str]:
     """Return which kernel runs each of the two products, and why, in a sentence or two."""
     how = plan(sizes)
@@ -129,18 +113,18 @@ def explain(sizes: Sizes) -> tuple[str, str]:
         why = f"tokens are in order by expert, in blocks of {how.block}"
     found = []
     for one, epilogue in ((how.gate_up, Epilogue.ACT_MUL), (how.down, Epilogue.PLAIN)):
-        kernel = _KERNELS[type(one)]
-        if sizes.layout is Layout.INT8_ROWS:
+        kernel = Kernel.ROWS
+        if not isinstance(one, BlockPlan):
+            kernel = Kernel.FUSED if isinstance(one, FusedPlan) else Kernel.WIDE
+        elif sizes.layout is Layout.INT8_ROWS:
             kernel = Kernel.INT8_BLOCK
         found.append(Product(kernel, why, one, joined=how.joined, epilogue=epilogue).explain())
     return found[0], found[1]
 
 
 def _wide(sizes: Sizes, words: tuple[int, int]) -> Plan:
-    """Return a plan of Hopper's kernels that take blocks in turn, for both products."""
+    """Return a plan of Hopper's kernel for both products."""
     block = expert_block(sizes.assignments, sizes.experts)
-    if sizes.digits and block <= MOST_TOKENS:
-        return Plan(block, True, True, DIGITS_GATED, DIGITS_GATED)
     owners = min(sizes.assignments, sizes.experts)
     gate_up, down = (
         expert_plan(block, owners, cdiv(n, TILE_ROWS), sizes.planes, each, sizes.sms)

@@ -25,13 +25,10 @@ from qrt.kernels.linear.int8.plans import BlockPlan
 from qrt.kernels.linear.int8.quantize_kernel import quantize_tokens
 from qrt.kernels.linear.shared.places import Grouped, Places
 from qrt.kernels.linear.shared.rows_kernel import grouped_rows
-from qrt.kernels.linear.tiles import digits_kernel, wide_kernel
+from qrt.kernels.linear.tiles import wide_kernel
 from qrt.kernels.linear.tiles.device import constants_of
-from qrt.kernels.linear.tiles.digits_kernel import digits_experts, gated_digits_experts
 from qrt.kernels.linear.tiles.fused_kernel import fused_gemm
-from qrt.kernels.linear.tiles.make_digits_kernel import place_digits
-from qrt.kernels.linear.tiles.plans import DigitsPlan, FusedPlan, WidePlan
-from qrt.quant.digits import GROUP, Digits
+from qrt.kernels.linear.tiles.plans import FusedPlan, WidePlan
 from qrt.quant.weight import WEIGHT_SCHEMES
 from qrt.quant.weight.base import Layout, WeightScheme
 from qrt.quant.weight.tiles import TiledScheme, TiledWeight
@@ -87,11 +84,6 @@ def _summands(
     places = Places(None, chosen.view(-1), how.block, chosen.numel())
     if how.ordered:
         places = order(chosen, len(gate_up[0]), how.block)
-    scatter = Grouped(places, 0, top_k, None if on_input else weights)
-    if isinstance(how.gate_up, DigitsPlan):
-        digits = place_digits(x, Grouped(places, top_k), weights if on_input else None)
-        second.run_digits(first.gated_digits(digits, gate_up_bias, act, places), down_bias, y, scatter)
-        return y
     reads = top_k
     if on_input or first.perm is not None or isinstance(how.gate_up, WidePlan):
         x, reads = arrange(x, places, reads, first.perm, weights if on_input else None), 0
@@ -102,7 +94,7 @@ def _summands(
         inner = act_mul(inner, act)
     if second.perm is not None:
         inner = arrange(inner, places, 0, second.perm)
-    second.run(inner, down_bias, y, how.down, None, scatter)
+    second.run(inner, down_bias, y, how.down, None, Grouped(places, 0, top_k, None if on_input else weights))
     return y
 
 
@@ -113,11 +105,9 @@ def _sizes(
     inner, steps = first.n // 2, (first.steps, second.steps)
     sizes = Sizes(layout, x.dtype, len(x), top_k, experts, second.n, inner, steps)
     if isinstance(first, _Tiles) and isinstance(second, _Tiles):
-        both = (first, x), (second, x.new_empty(0, inner))
-        if all(product.is_wide(like) for product, like in both):
+        if first.is_wide(x) and second.is_wide(x.new_empty(0, inner)):
             words, planes = (first.constants.J, second.constants.J), first.constants.PLANES
-            digits = inner % GROUP == 0 and all(product.takes_digits(like) for product, like in both)
-            return sizes._replace(words=words, planes=planes, sms=multiprocessors(x.device), digits=digits)
+            return sizes._replace(words=words, planes=planes, sms=multiprocessors(x.device))
     return sizes
 
 
@@ -158,22 +148,6 @@ class _Tiles:
     def is_wide(self, x: Tensor) -> bool:
         """Return whether Hopper's kernel for many tokens multiplies x."""
         return wide_kernel.fits(x, self._one)
-
-    def takes_digits(self, x: Tensor) -> bool:
-        """Return whether few tokens like x are faster by digits."""
-        return (
-            self.perm is None
-            and self._kind.has_integers
-            and digits_kernel.takes(x, self._one, self._kind.bits)
-        )
-
-    def gated_digits(self, x: Digits, bias: Tensor | None, act: str, places: Places) -> Digits:
-        """Return act(gate) * up of the product, as digits too."""
-        return gated_digits_experts(x, self._weight, bias, self._kind.bits, act, Grouped(places, 0))
-
-    def run_digits(self, x: Digits, bias: Tensor | None, y: Tensor, group: Grouped) -> None:
-        """Write the product with digits to y."""
-        digits_experts(x, self._weight, bias, self._kind.bits, y, group)
 
     def run(
         self, x: Tensor, bias: Tensor | None, y: Tensor, how: FusedPlan | WidePlan, act: str | None,

@@ -1,12 +1,10 @@
-"""`experts` by Hopper's kernels, as PTX on the CPU or on the GPU, against a loop in fp64."""
+"""`experts` by Hopper's kernel for many tokens, as PTX on the CPU or on the GPU, against a loop in fp64."""
 
 import pytest
 import torch
 from experts_truth import inputs, mixture, truth
 
 from qrt.kernels.experts import choose, kernel
-from qrt.kernels.linear.tiles import digits_kernel, wide_kernel
-from qrt.quant.weight import WEIGHT_SCHEMES
 from random_weights import relative
 
 BOUND = {torch.float16: 1e-3, torch.bfloat16: 8e-3}
@@ -15,10 +13,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory", "small
 
 @pytest.fixture
 def wide(monkeypatch):
-    """Few assignments take the kernels of many, and nothing else multiplies."""
+    """Few assignments take the kernel of many, and nothing else multiplies."""
     monkeypatch.setattr(choose, "WIDE", 1)
     monkeypatch.delattr(kernel, "fused_gemm")
-    monkeypatch.setattr(digits_kernel, "multiprocessors", lambda device: 2)
 
 
 def check(found, x, chosen, weights):
@@ -37,59 +34,17 @@ def check(found, x, chosen, weights):
 @pytest.mark.parametrize("block", [8, 16, 32, 64, 128, 256])
 @pytest.mark.parametrize("scheme", ["w4a16", "w8a16", "mxfp4"])
 def test_plans_of_every_block(device, monkeypatch, scheme, block):
-    """In bf16: nothing is multiplied by digits."""
-    monkeypatch.setattr(digits_kernel, "takes", lambda *product: False)
     monkeypatch.setattr(choose, "expert_block", lambda *sizes: block)
     found = mixture(5, 256, 128, scheme, torch.bfloat16, 128, False, device=device)
     check(found, *inputs(20, 256, 5, 2, torch.bfloat16, device, among=[0, 1, 4]))
 
 
-@pytest.mark.ptx(on_input=[False], symmetric=[False], block=[16])
-@pytest.mark.ptx(on_input=[True], symmetric=[True], block=[8])
-@pytest.mark.parametrize("on_input", [False, True])
-@pytest.mark.parametrize("symmetric", [False, True])
-@pytest.mark.parametrize("block", [8, 16])
-def test_few_tokens_of_an_expert_by_digits(device, monkeypatch, block, symmetric, on_input):
-    """Both products, the first of which leaves as digits."""
-    monkeypatch.setattr(choose, "expert_block", lambda *sizes: block)
-    monkeypatch.delattr(wide_kernel, "wide_experts")
-    found = mixture(5, 384, 128, "w4a16", torch.bfloat16, 128, symmetric, on_input=on_input, device=device)
-    check(found, *inputs(20, 384, 5, 1 if on_input else 2, torch.bfloat16, device, among=[0, 1, 4]))
-
-
-DIGITS = {"scheme": "w4a16", "group": 128, "dtype": torch.bfloat16, "perm": False}
-
-
-@pytest.mark.ptx
-@pytest.mark.parametrize("kind, inner, taken", [
-    ({}, 128, True), ({"dtype": torch.float16}, 128, False), ({"group": 64}, 128, False),
-    ({"scheme": "w8a16"}, 128, False), ({"scheme": "mxfp4"}, 128, False), ({"perm": True}, 128, False),
-    ({"group": 192}, 192, False),
-])  # fmt: skip
-def test_what_digits_take(device, kind, inner, taken):
-    """Not other dtypes, widths of a code, orders of inputs, nor groups or inner sizes of any size."""
-    found = mixture(3, 384, inner, **DIGITS | kind, device=device)
-    x = inputs(9, 384, 3, 2, (DIGITS | kind)["dtype"], device)[0]
-    gate_up, _, down, _, scheme, *_ = found.args(x.dtype, device)
-    products = [kernel._product(WEIGHT_SCHEMES[scheme], tensors) for tensors in (gate_up, down)]
-    sizes = kernel._sizes(WEIGHT_SCHEMES[scheme].layout, x, 2, 3, *products)
-    assert sizes.words and sizes.digits == taken
-
-
-@pytest.mark.ptx
-def test_digits_with_biases(device, monkeypatch):
-    monkeypatch.delattr(wide_kernel, "wide_experts")
-    found = mixture(3, 128, 256, **DIGITS, biased=True, act="swiglu_oai", device=device)
-    check(found, *inputs(9, 128, 3, 2, torch.bfloat16, device))
-
-
 @pytest.mark.ptx
 def test_inputs_that_are_not_the_weights_are_refused(device):
-    for dtype in (torch.bfloat16, torch.float16):
-        found = mixture(2, 256, 128, **DIGITS | {"dtype": dtype}, device=device)
-        x, chosen, weights = inputs(9, 512, 2, 2, dtype, device)
-        with pytest.raises(ValueError, match=r"x: expected shape \[T K\].*, got \[9, 512\]"):
-            kernel.experts(x, chosen, weights, *found.args(dtype, device))
+    found = mixture(2, 256, 128, "w4a16", torch.bfloat16, 128, device=device)
+    x, chosen, weights = inputs(9, 512, 2, 2, torch.bfloat16, device)
+    with pytest.raises(ValueError, match=r"x: expected shape \[T K\].*, got \[9, 512\]"):
+        kernel.experts(x, chosen, weights, *found.args(x.dtype, device))
 
 
 @pytest.mark.ptx

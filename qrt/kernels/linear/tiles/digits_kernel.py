@@ -9,14 +9,11 @@ in fp32. A tile has as many groups of digits as its words have runs: two of int4
 One warp asks for weights (TMA) before the previous kernel is done, and for digits after that. Two groups of 4
 warps multiply and do not wait for each other: one scales sums and unpacks while the tensor cores work for the
 other. Each has half of the rows of a gated program, or every other tile of K.
-
-Of a mixture, places of tokens are digits by blocks. Programs take outputs in turn, so that 174 KB of weights
-are always on their way to an SM, whichever expert's. Their bytes are what binds up to 10 tokens an expert:
-for Qwen3-30B-A3B 311 MB a layer if all 128 are chosen, 73 us at 4.27 TB/s. The tensor cores would take half
-of that: 32 cycles for 64 x 32 weights.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,39 +33,31 @@ from qrt.kernels.launch import variant
 from qrt.kernels.linear.device import (
     DTYPES,
     FLAT,
-    blocks_in_use,
     both_are_here,
     of_tiles,
     of_tokens,
     signals,
     store_block,
     sum_splits,
-    weights_of_places,
 )
-from qrt.kernels.linear.shared.device import in_panels
-from qrt.kernels.linear.shared.places import Grouped
-from qrt.kernels.linear.tiles.digits_tile_kernel import codes_of, fetch, fetch_places, high_and_low, scaled
+from qrt.kernels.linear.tiles.digits_tile_kernel import codes_of, fetch, high_and_low, scaled
 from qrt.kernels.linear.tiles.make_digits_kernel import make_digits
-from qrt.kernels.linear.tiles.plans import DIGITS_GATED, DIGITS_PLAIN, DIGITS_SHARES, DigitsPlan
 from qrt.kernels.sizes import cdiv
 from qrt.quant.device import digits_of, larger
 from qrt.quant.digits import GROUP, MOST_TOKENS, Digits, room_for
 from qrt.quant.weight.tiles import TILE_ROWS, TiledWeight
 
-_SWIZZLED, _SWIZZLED_PLACES = gl.NVMMASharedLayout(128, 8, 4), gl.NVMMASharedLayout(128, 8, 5)
-_FLAT_PLACES = gl.NVMMASharedLayout(0, 32, 4)
-_PANEL = gl.constexpr(4)  # blocks of places of a panel, where programs take outputs in turn
+_SWIZZLED = gl.NVMMASharedLayout(128, 8, 4)
 _BY_COLUMN = gl.SwizzledSharedLayout(1, 1, 1, [0])
 _BY_ROW = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
 
 
-@gluon.jit(do_not_specialize=["M", "tiles", "share", "count"])
+@gluon.jit(do_not_specialize=["M", "tiles", "share"])
 def _digits_product(
     x_desc, fact_desc, w_desc, scale_desc, zero_desc, BIAS, Y, FACTS, PARTS, ARRIVALS, M, N, tiles, share,
-    EXPERTS, ORDER, WEIGHTS, count, outputs,
     SCALE: gl.constexpr, ASYMMETRIC: gl.constexpr, RUNS: gl.constexpr, BM: gl.constexpr,
     BLOCKS: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr, ACT: gl.constexpr,
-    SHARES: gl.constexpr, REGISTERS: gl.constexpr, num_warps: gl.constexpr,
+    REGISTERS: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Multiply over a grid (row blocks / BLOCKS, S): Y [S, M, N], the sums of `share` tiles of K each.
 
@@ -78,47 +67,35 @@ def _digits_product(
     With two HALVES, half of the blocks are the gate and half the up of the same columns. ACT(gate) * up [M,
     N / 2] goes to Y and FACTS as `Digits`; four blocks make a group of them. A warp group has gate and up of
     half of its columns.
-
-    With EXPERTS the tokens are places, the weight is a stack, and fewer programs take `outputs` in turn, of
-    BLOCKS row blocks and a block of places each. A warp group has half of the rows. With ORDER the places are
-    of `count` assignments: Y is [SHARES, T, N], WEIGHTS times the product.
     """
-    OWN: gl.constexpr = 2 if HALVES == 2 or EXPERTS is not None else 1  # groups that have rows of their own
-    gl.static_assert(OWN == 2 or STAGES % 2 == 0)  # so a group waits for every phase of its places
+    gl.static_assert(HALVES == 2 or STAGES % 2 == 0)  # so a group waits for every phase of its places
     gdc_launch_dependents()
     EACH: gl.constexpr = BLOCKS // HALVES
     block, first = gl.program_id(0) * EACH, gl.program_id(1) * share
     steps = gl.minimum(share, tiles - first)
-    w = gl.allocate_shared_memory(gl.int8, [STAGES * OWN, HALVES, EACH // OWN, 64, 128], w_desc.layout)
-    SCALES: gl.constexpr = [STAGES * OWN, HALVES, EACH // OWN, 64]
+    w = gl.allocate_shared_memory(gl.int8, [STAGES * HALVES, HALVES, EACH // HALVES, 64, 128], w_desc.layout)
+    SCALES: gl.constexpr = [STAGES * HALVES, HALVES, EACH // HALVES, 64]
     scales = gl.allocate_shared_memory(gl.int32, SCALES, scale_desc.layout)
     zeros = scales
     if ASYMMETRIC:
         zeros = gl.allocate_shared_memory(gl.int32, SCALES, scale_desc.layout)
-    x = gl.allocate_shared_memory(gl.int8, [STAGES] + x_desc.block_type.shape, x_desc.layout)
-    facts = gl.allocate_shared_memory(gl.float32, [STAGES] + fact_desc.block_type.shape, fact_desc.layout)
-    met = facts
+    x = gl.allocate_shared_memory(gl.int8, [STAGES, RUNS, 2, BM, 128], x_desc.layout)
+    facts = gl.allocate_shared_memory(gl.float32, [STAGES, 2, 2, BM], fact_desc.layout)
     if HALVES == 2:
         largest = gl.allocate_shared_memory(gl.float32, [2, BM], _BY_COLUMN)
         met = largest, gl.allocate_shared_memory(gl.int32, [2, BM], _BY_COLUMN)
-    elif OWN == 1:
+    else:
         met = gl.allocate_shared_memory(gl.float32, [BLOCKS * 64, BM], _BY_ROW)
-    ready, empty = signals(STAGES, OWN)
+    ready, empty = signals(STAGES, HALVES)
     fence_async_shared()
-    if EXPERTS is not None:
-        gdc_wait()
-        token_blocks = gl.cdiv(M, BM)
-        used = blocks_in_use(EXPERTS, token_blocks, num_warps)
-        M, outputs = used * BM, outputs // token_blocks * used
-    places = EXPERTS, ORDER, WEIGHTS, count, outputs
     ring = (w, scales, zeros, x, facts, ready, empty)
-    work = (ring, met, BIAS, Y, FACTS, PARTS, ARRIVALS, block, steps, M, N, places)
+    work = (ring, met, BIAS, Y, FACTS, PARTS, ARRIVALS, block, steps, M, N)
     copies = (ring, x_desc, fact_desc, w_desc, scale_desc, zero_desc, block, first, steps)
     gl.warp_specialize(
         [
-            (_multiply, (work, 0, SCALE, ASYMMETRIC, RUNS, BM, BLOCKS, HALVES, STAGES, ACT, SHARES)),
-            (_multiply, (work, 1, SCALE, ASYMMETRIC, RUNS, BM, BLOCKS, HALVES, STAGES, ACT, SHARES)),
-            (_fetch, (copies, M, places, ASYMMETRIC, RUNS, BM, BLOCKS, HALVES, STAGES)),
+            (_multiply, (work, 0, SCALE, ASYMMETRIC, RUNS, BM, BLOCKS, HALVES, STAGES, ACT)),
+            (_multiply, (work, 1, SCALE, ASYMMETRIC, RUNS, BM, BLOCKS, HALVES, STAGES, ACT)),
+            (fetch, (copies, ASYMMETRIC, RUNS, BM, BLOCKS, HALVES, STAGES)),
         ],
         [4, 1],
         [REGISTERS, 24],
@@ -126,66 +103,17 @@ def _digits_product(
 
 
 @gluon.jit
-def _fetch(
-    copies, M, places, ASYMMETRIC: gl.constexpr, RUNS: gl.constexpr, BM: gl.constexpr, BLOCKS: gl.constexpr,
-    HALVES: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """Ask for the tiles of this program's output, or of its outputs one after another."""
-    if places[0] is None:
-        fetch(copies, ASYMMETRIC, RUNS, BM, BLOCKS, HALVES, STAGES)
-    else:
-        done = 0
-        for output in range(gl.program_id(0), places[4], gl.num_programs(0)):
-            expert, token, block = _of_output(output, places, M, BM, BLOCKS // HALVES)
-            fetch_places(copies, expert, token, block, done, ASYMMETRIC, RUNS, BM, BLOCKS, HALVES, STAGES)
-            done += copies[8]
-
-
-@gluon.jit
-def _of_output(output, places, M, BM: gl.constexpr, EACH: gl.constexpr):
-    """Return the expert, block of places and first row block of number `output`."""
-    EXPERTS, _, _, _, outputs = places
-    token, row = in_panels(output, M // BM, outputs // (M // BM), _PANEL)
-    return gl.load(EXPERTS + token), token, row * EACH
-
-
-@gluon.jit
 def _multiply(
     work, GROUP: gl.constexpr, SCALE: gl.constexpr, ASYMMETRIC: gl.constexpr, RUNS: gl.constexpr,
     BM: gl.constexpr, BLOCKS: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr, ACT: gl.constexpr,
-    SHARES: gl.constexpr,
-):  # fmt: skip
-    """Compute this program's output, or its outputs one after another."""
-    gdc_wait()  # sleeps; waiting for the first tile would poll while the previous kernel works
-    block, steps, M, places = work[7], work[8], work[9], work[11]
-    if places[0] is None:
-        at = 0, 0, block, 0
-        _multiply_one(work, at, GROUP, SCALE, ASYMMETRIC, RUNS, BM, BLOCKS, HALVES, STAGES, ACT, SHARES)
-    else:
-        done = 0
-        for output in range(gl.program_id(0), places[4], gl.num_programs(0)):
-            expert, token, block = _of_output(output, places, M, BM, BLOCKS // HALVES)
-            at = expert, token, block, done
-            _multiply_one(work, at, GROUP, SCALE, ASYMMETRIC, RUNS, BM, BLOCKS, HALVES, STAGES, ACT, SHARES)
-            done += steps
-
-
-@gluon.jit
-def _multiply_one(  # noqa: C901 -- its branches are constants
-    work, at, GROUP: gl.constexpr, SCALE: gl.constexpr, ASYMMETRIC: gl.constexpr, RUNS: gl.constexpr,
-    BM: gl.constexpr, BLOCKS: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr, ACT: gl.constexpr,
-    SHARES: gl.constexpr,
 ):  # fmt: skip
     """Multiply the tiles as they come, and write the sum.
 
     A warp group has its rows of all tiles, or all rows of every other tile.
     """
-    ring, met, BIAS, Y, FACTS, PARTS, ARRIVALS, _, steps, M, N, places = work
-    EXPERTS, ORDER, WEIGHTS, count, _ = places
-    expert, token, block, done = at
+    ring, met, BIAS, Y, FACTS, PARTS, ARRIVALS, block, steps, M, N = work
     w, scales, zeros, x, facts, ready, empty = ring
-    OWN: gl.constexpr = 2 if HALVES == 2 or EXPERTS is not None else 1
-    ROWS: gl.constexpr = BLOCKS * 64 // OWN
+    ROWS: gl.constexpr = BLOCKS * 64 // HALVES
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * BM, 32])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, MMA, 4)
     none = gl.zeros([ROWS, 2 * BM], gl.int32, MMA)
@@ -194,12 +122,12 @@ def _multiply_one(  # noqa: C901 -- its branches are constants
     ROW: gl.constexpr = gl.SliceLayout(1, SUMS)
     COLUMN: gl.constexpr = gl.SliceLayout(0, SUMS)
     by_token = facts._reinterpret(gl.float32, [STAGES * 4, BM], _BY_COLUMN)
-    FIRST: gl.constexpr = 0 if OWN == 2 else GROUP
-    for i in range(FIRST, steps, 3 - OWN):
-        turn = done + i
-        slot = turn % STAGES
-        part = slot * OWN + GROUP - FIRST
-        mbarrier.wait(ready.index(slot), turn // STAGES & 1)
+    gdc_wait()  # sleeps; waiting for the first tile would poll while the previous kernel works
+    FIRST: gl.constexpr = 0 if HALVES == 2 else GROUP
+    for i in range(FIRST, steps, 3 - HALVES):
+        slot = i % STAGES
+        part = slot * HALVES + GROUP - FIRST
+        mbarrier.wait(ready.index(slot), i // STAGES & 1)
         packed = w.index(part).reshape([ROWS, 128]).load(OPERAND)
         scale = scales.index(part).reshape([ROWS]).load(ROW)
         zero = zeros.index(part).reshape([ROWS]).load(ROW)
@@ -220,24 +148,10 @@ def _multiply_one(  # noqa: C901 -- its branches are constants
         mbarrier.arrive(empty.index(slot), count=1)
         acc += scaled(sums, scale, zero, of_x, LAST, RUNS, SCALE, ASYMMETRIC)
 
-    if EXPERTS is not None and BIAS is not None:
-        row = gl.arange(0, ROWS, layout=ROW)
-        n = block * 64 + GROUP * (ROWS // HALVES) + row % (ROWS // HALVES)
-        n += row // (ROWS // HALVES) * (N // HALVES)
-        bias = gl.load(BIAS + expert * N + n, mask=n < N, other=0.0)
-        acc += gl.expand_dims(bias.to(gl.float32), 1)
     if HALVES == 2:  # rows r and r + ROWS / 2 are in one thread
         gate, up = gl.split(acc.to(gl.bfloat16).reshape([2, ROWS // 2, BM]).permute((1, 2, 0)))
         active = act_times(gate, up, ACT, True).to(gl.float32)
-        codes, groups = Y, N // 256
-        if EXPERTS is not None:
-            codes, FACTS = Y + token.to(gl.int64) * (groups * 2 * BM * 128), FACTS + token * (groups * 2 * BM)
-        _store_digits(active, met, codes, FACTS, block // 2, groups, GROUP, BM)
-    elif EXPERTS is not None:
-        if WEIGHTS is not None:
-            acc *= gl.expand_dims(weights_of_places(ORDER, WEIGHTS, token * BM, count, BM, COLUMN), 0)
-        y, row = acc.to(Y.dtype.element_ty), block * 64 + GROUP * ROWS
-        store_block(Y, y, row, token * BM, M, N, 4, ORDER, count, SHARES)
+        _store_digits(active, met, Y, FACTS, block // 2, N // 256, GROUP, BM)
     elif GROUP == 1:
         met.store(acc)
         both_are_here()
@@ -280,19 +194,52 @@ def _meet(met, value, HALF: gl.constexpr):
     return met.index(0).load(value.type.layout), met.index(1).load(value.type.layout)
 
 
+class _Plan(NamedTuple):
+    """How `_digits_product` is launched.
+
+    Found at Llama-3-8B's sizes on an H200, in layers of 4, 8 and 16 tokens (docs/kernels-journal.md).
+
+    blocks      row blocks of a program
+    stages      tiles on their way or waiting; even unless gated, so that a place belongs to one warp group
+    registers   registers of a thread, on average with those of the warp that asks
+    """
+
+    blocks: int
+    stages: int
+    registers: int
+
+    @property
+    def of_second(self) -> int:
+        """Return the registers of a thread of the second group.
+
+        4 warps of 12 are for asking, with 24 registers each. The second group has half of the rest.
+        """
+        return (3 * self.registers - 24) // 2 // 8 * 8
+
+
+_PLAIN = {  # by bits and padded tokens; with so many stages an SM takes one program, so qkv covers all SMs
+    (4, 8): _Plan(blocks=1, stages=10, registers=80),
+    (4, 16): _Plan(blocks=1, stages=8, registers=80),
+    (8, 8): _Plan(blocks=1, stages=14, registers=80),
+    (8, 16): _Plan(blocks=1, stages=12, registers=80),
+}
+_SHARES = {  # by bits; an SM takes two programs
+    4: _Plan(blocks=1, stages=6, registers=80),
+    8: _Plan(blocks=1, stages=8, registers=80),
+}
+_GATED = _Plan(blocks=4, stages=5, registers=136)
 LEAST_SHARE = 16  # groups of inputs of a program
 
 
-def takes(x: Tensor, weight: TiledWeight, bits: int) -> bool:
-    """Return whether few tokens like x are faster by digits: int4 in whole groups, bf16, on a Hopper GPU."""
-    whole = x.shape[1] % GROUP == 0 and weight.has_whole_groups
-    return bits == 4 and x.dtype == torch.bfloat16 and whole and is_hopper(x.device)
-
-
 def fits(x: Tensor, weight: TiledWeight, bits: int) -> bool:
-    """Return whether `digits_gemm` multiplies x [T, K] and is faster than the kernels of bf16."""
-    few = 1 <= x.shape[0] <= MOST_TOKENS and weight.out_features % TILE_ROWS == 0
-    return few and takes(x, weight, bits)
+    """Return whether `digits_gemm` multiplies x [T, K] and is faster than the kernels of bf16.
+
+    It is for int4 in whole groups, and few tokens, on a Hopper GPU.
+    """
+    tokens, inputs = x.shape
+    few = bits == 4 and 1 <= tokens <= MOST_TOKENS and x.dtype == torch.bfloat16
+    whole = few and inputs % GROUP == 0 and weight.out_features % TILE_ROWS == 0
+    return whole and weight.has_whole_groups and is_hopper(x.device)
 
 
 def digits_gemm(x: Tensor, weight: TiledWeight, bias: Tensor | None, bits: int) -> Tensor:
@@ -306,7 +253,7 @@ def digits_gemm(x: Tensor, weight: TiledWeight, bias: Tensor | None, bits: int) 
         room = (blocks, splits, TILE_ROWS, made.codes.shape[2])
         parts = torch.empty(room, dtype=torch.float32, device=x.device)
     y = x.new_empty(x.shape[0], weight.out_features)
-    _launch(made, weight, bits, DIGITS_SHARES[bits], share, y, bias=bias, parts=parts)
+    _launch(made, weight, bits, _SHARES[bits], share, y, bias=bias, parts=parts)
     return y
 
 
@@ -315,7 +262,7 @@ def digits_product(
 ) -> Tensor:
     """Return x [T, K] @ W.T + bias in `dtype`, [T, N]; codes have `bits`."""
     y = torch.empty(x.tokens, weight.out_features, dtype=dtype, device=x.codes.device)
-    _launch(x, weight, bits, DIGITS_PLAIN[bits, x.codes.shape[2]], weight.packed.shape[1], y, bias=bias)
+    _launch(x, weight, bits, _PLAIN[bits, x.codes.shape[2]], weight.packed.shape[1], y, bias=bias)
     return y
 
 
@@ -324,7 +271,7 @@ def digits_shares(x: Digits, weight: TiledWeight, bits: int) -> Tensor:
     share = _share(x, weight)
     splits = cdiv(weight.packed.shape[1], share)
     y = torch.empty(splits, x.tokens, weight.out_features, dtype=torch.float32, device=x.codes.device)
-    _launch(x, weight, bits, DIGITS_SHARES[bits], share, y)
+    _launch(x, weight, bits, _SHARES[bits], share, y)
     return y
 
 
@@ -338,12 +285,12 @@ def _share(x: Digits, weight: TiledWeight) -> int:
 def gated_digits_product(x: Digits, weight: TiledWeight, bits: int, act: str) -> Digits:
     """Return act(gate) * up of x @ W.T, [T, N / 2], rounded as in bf16."""
     y = Digits.empty(x.tokens, weight.out_features // 2, x.codes.shape[2], x.codes.device)
-    _launch(x, weight, bits, DIGITS_GATED, weight.packed.shape[1], y.codes, y.facts, act=act)
+    _launch(x, weight, bits, _GATED, weight.packed.shape[1], y.codes, y.facts, act=act)
     return y
 
 
 def _launch(
-    x: Digits, weight: TiledWeight, bits: int, plan: DigitsPlan, share: int, y: Tensor,
+    x: Digits, weight: TiledWeight, bits: int, plan: _Plan, share: int, y: Tensor,
     facts: Tensor | None = None, bias: Tensor | None = None, parts: Tensor | None = None,
     act: str | None = None,
 ) -> None:  # fmt: skip
@@ -356,55 +303,12 @@ def _launch(
     halves = 2 if act else 1
     kernel = variant(
         _digits_product, SCALE=DTYPES[weight.scale.dtype], ASYMMETRIC=weight.zero.numel() > 0, RUNS=runs,
-        BM=room, BLOCKS=plan.blocks, HALVES=halves, STAGES=plan.stages, ACT=act, SHARES=0,
-        REGISTERS=plan.of_second, num_warps=4, maxnreg=plan.registers, launch_pdl=True,
+        BM=room, BLOCKS=plan.blocks, HALVES=halves, STAGES=plan.stages, ACT=act, REGISTERS=plan.of_second,
+        num_warps=4, maxnreg=plan.registers, launch_pdl=True,
     )  # fmt: skip
     kernel.launch(
         (blocks // plan.blocks, cdiv(tiles, share)),
         of_tokens(x.codes, (runs, 2, room, GROUP), _SWIZZLED), of_tokens(x.facts, (2, 2, room), FLAT),
         *of_tiles(weight, plan.blocks // halves, halves, torch.int8), bias, y, facts, parts,
-        weight.arrivals, x.tokens, weight.out_features, tiles, share, *[None] * 5,
-    )  # fmt: skip
-
-
-def gated_digits_experts(
-    x: Digits, weight: TiledWeight, bias: Tensor | None, bits: int, act: str, group: Grouped
-) -> Digits:
-    """Return act(gate) * up of each place's expert, [P, I], rounded as in bf16.
-
-    x is of `place_digits`; the tensors of `weight` are those of all experts, stacked; I in whole groups.
-    """
-    inner = weight.arrivals.shape[1] // 2
-    y = Digits.empty(x.tokens, inner, x.codes.shape[3], x.codes.device, x.codes.shape[0])
-    _launch_experts(x, weight, bias, bits, y.codes, y.facts, act, group)
-    return y
-
-
-def digits_experts(
-    x: Digits, weight: TiledWeight, bias: Tensor | None, bits: int, y: Tensor, group: Grouped
-) -> None:
-    """Store the product of each place with its expert's weight in y [shares, T, N], fp32 or 16 bits."""
-    _launch_experts(x, weight, bias, bits, y, None, None, group)
-
-
-def _launch_experts(
-    x: Digits, weight: TiledWeight, bias: Tensor | None, bits: int, y: Tensor, facts: Tensor | None,
-    act: str | None, group: Grouped,
-) -> None:  # fmt: skip
-    """Launch `_digits_product` for a stack of weights, on as many programs as there are SMs."""
-    (blocks, tiles), room, runs = weight.packed.shape[1:3], x.codes.shape[3], 8 // bits
-    halves, plan, (order, experts, _, count) = 2 if act else 1, DIGITS_GATED, group.places
-    outputs = x.codes.shape[0] * cdiv(blocks, plan.blocks)
-    kernel = variant(
-        _digits_product, SCALE=DTYPES[weight.scale.dtype], ASYMMETRIC=weight.zero.numel() > 0, RUNS=runs,
-        BM=room, BLOCKS=plan.blocks, HALVES=halves, STAGES=plan.stages, ACT=act, SHARES=group.shares,
-        REGISTERS=plan.of_second, num_warps=4, maxnreg=plan.registers, launch_pdl=True,
-    )  # fmt: skip
-    scatter = (order, group.weights, count) if group.shares else (None, None, None)
-    kernel.launch(
-        (min(multiprocessors(y.device), outputs), 1),
-        of_tokens(x.codes, (1, runs, 2, room, GROUP), _SWIZZLED_PLACES),
-        of_tokens(x.facts, (1, 2, 2, room), _FLAT_PLACES),
-        *of_tiles(weight, plan.blocks // 2, halves, torch.int8), bias, y, facts, None, weight.arrivals,
-        x.tokens, weight.arrivals.shape[1], tiles, tiles, experts, *scatter, outputs,
+        weight.arrivals, x.tokens, weight.out_features, tiles, share,
     )  # fmt: skip

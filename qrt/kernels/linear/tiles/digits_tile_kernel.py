@@ -29,58 +29,33 @@ def fetch(
     weight, empty, turn = (w_desc, scale_desc, zero_desc), ring[6], gl.program_id(0)
     for s in gl.static_range(STAGES):
         tile = first + (turn + s) % steps
-        _fetch_weights(ring, weight, s, 0, block, tile, s < steps, ASYMMETRIC, RUNS, BM, BLOCKS)
+        _fetch_weights(ring, weight, s, block, tile, s < steps, ASYMMETRIC, RUNS, BM, BLOCKS, HALVES)
     gdc_wait()
     for s in gl.static_range(STAGES):
         _fetch_digits(ring, x_desc, fact_desc, s, first + (turn + s) % steps, s < steps, RUNS)
     for i in range(STAGES, steps):
         slot, tile = i % STAGES, first + (turn + i) % steps
         mbarrier.wait(empty.index(slot), (i // STAGES - 1) & 1)
-        _fetch_weights(ring, weight, slot, 0, block, tile, True, ASYMMETRIC, RUNS, BM, BLOCKS)
+        _fetch_weights(ring, weight, slot, block, tile, True, ASYMMETRIC, RUNS, BM, BLOCKS, HALVES)
         _fetch_digits(ring, x_desc, fact_desc, slot, tile, True, RUNS)
 
 
 @gluon.jit
-def fetch_places(
-    copies, expert, token, block, done, ASYMMETRIC: gl.constexpr, RUNS: gl.constexpr, BM: gl.constexpr,
-    BLOCKS: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """Ask for the tiles of an expert and a block of places, after `done` tiles of others."""
-    ring, x_desc, fact_desc, w_desc, scale_desc, zero_desc, _, _, steps = copies
-    weight, half = (w_desc, scale_desc, zero_desc), expert * HALVES
-    x, facts, ready, empty = ring[3], ring[4], ring[5], ring[6]
-    for tile in range(steps):
-        turn = done + tile
-        slot = turn % STAGES
-        mbarrier.wait(empty.index(slot), (turn // STAGES - 1) & 1, pred=turn >= STAGES)
-        _fetch_weights(ring, weight, slot, half, block, tile, True, ASYMMETRIC, RUNS, BM, BLOCKS)
-        arrived, group = ready.index(slot), tile * RUNS
-        tma.async_copy_global_to_shared(x_desc, [token, group, 0, 0, 0], arrived, x.index(slot))
-        tma.async_copy_global_to_shared(fact_desc, [token, 0, group, 0], arrived, facts.index(slot))
-
-
-@gluon.jit
 def _fetch_weights(
-    ring, weight, slot, half, block, tile, wanted, ASYMMETRIC: gl.constexpr, RUNS: gl.constexpr,
-    BM: gl.constexpr, BLOCKS: gl.constexpr,
+    ring, weight, slot, block, tile, wanted, ASYMMETRIC: gl.constexpr, RUNS: gl.constexpr, BM: gl.constexpr,
+    BLOCKS: gl.constexpr, HALVES: gl.constexpr,
 ):  # fmt: skip
-    """Start the copy of a tile, from a half of the weight on, into a slot.
-
-    The slot is ready when its digits are there too.
-    """
+    """Start the copy of a tile into a slot. The slot is ready when its digits are there too."""
     w, scales, zeros, x, facts, ready, empty = ring
     arrived, row = ready.index(slot), tile * 64
     size: gl.constexpr = BLOCKS * 64 * (128 + 4 + 4 * ASYMMETRIC) + 2 * BM * (RUNS * 128 + 2 * 4)
     mbarrier.expect(arrived, size, pred=wanted)
-    OWN: gl.constexpr = BLOCKS // (w.shape[1] * w.shape[2])  # parts of a slot, one of a group
-    for g in gl.static_range(OWN):
-        at, part = block + g * w.shape[2], slot * OWN + g
-        tma.async_copy_global_to_shared(weight[0], [half, at, row, 0], arrived, w.index(part), pred=wanted)
-        tma.async_copy_global_to_shared(weight[1], [half, at, row], arrived, scales.index(part), pred=wanted)
+    for g in gl.static_range(HALVES):
+        at, part = block + g * w.shape[2], slot * HALVES + g
+        tma.async_copy_global_to_shared(weight[0], [0, at, row, 0], arrived, w.index(part), pred=wanted)
+        tma.async_copy_global_to_shared(weight[1], [0, at, row], arrived, scales.index(part), pred=wanted)
         if ASYMMETRIC:
-            tma.async_copy_global_to_shared(
-                weight[2], [half, at, row], arrived, zeros.index(part), pred=wanted
-            )
+            tma.async_copy_global_to_shared(weight[2], [0, at, row], arrived, zeros.index(part), pred=wanted)
 
 
 @gluon.jit

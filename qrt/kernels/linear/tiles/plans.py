@@ -156,40 +156,4 @@ def registers(plan: WidePlan) -> tuple[int, int]:
     return each, (warps * each - 4 * 24) // own // 8 * 8
 
 
-class DigitsPlan(NamedTuple):
-    """How `digits_kernel` is launched.
-
-    Found at Llama-3-8B's sizes on an H200, in layers of 4, 8 and 16 tokens (docs/kernels-journal.md).
-
-    blocks      row blocks of a program
-    stages      tiles on their way or waiting; even unless gated, so that a place belongs to one warp group
-    registers   registers of a thread, on average with those of the warp that asks
-    """
-
-    blocks: int
-    stages: int
-    registers: int
-
-    @property
-    def of_second(self) -> int:
-        """Return the registers of a thread of the second group.
-
-        4 warps of 12 are for asking, with 24 registers each. The second group has half of the rest.
-        """
-        return (3 * self.registers - 24) // 2 // 8 * 8
-
-
-# By bits and padded tokens. With so many stages an SM takes one program, so that qkv covers all SMs.
-DIGITS_PLAIN = {
-    (4, 8): DigitsPlan(blocks=1, stages=10, registers=80),
-    (4, 16): DigitsPlan(blocks=1, stages=8, registers=80),
-    (8, 8): DigitsPlan(blocks=1, stages=14, registers=80),
-    (8, 16): DigitsPlan(blocks=1, stages=12, registers=80),
-}
-DIGITS_SHARES = {  # by bits; an SM takes two programs
-    4: DigitsPlan(blocks=1, stages=6, registers=80),
-    8: DigitsPlan(blocks=1, stages=8, registers=80),
-}
-DIGITS_GATED = DigitsPlan(blocks=4, stages=5, registers=136)  # of experts too, gated or not
-
 PLANS: dict[str, Any] = {"fused": FusedPlan, "wide": WidePlan}  # by their names in `qrt.kernels.tuned`
