@@ -53,8 +53,7 @@ for scheme, symmetric, group, dtype, plan in (
     constants = constants_of(tensors, scheme.bits, scheme.unpacker())
     wide_product(x, tensors, None, constants, plan, act)(x, None, y)
 for block, bits, group, act in (
-    (8, 4, 32, "silu"), (16, 4, 128, None), (32, 8, 128, "silu"), (64, 4, 128, None), (128, 4, 128, None),
-    (256, 4, 128, "silu"),
+    (32, 4, 32, "silu"), (32, 8, 128, "silu"), (64, 4, 128, None), (128, 4, 128, None), (256, 4, 128, "silu"),
 ):
     scheme, dtype = WEIGHT_SCHEMES[f"w{bits}a16"], torch.float32 if act is None else BF16
     weight, order = random_weight(128, 512, bits, group, dtype=BF16), torch.zeros(block, dtype=torch.int32)
@@ -62,7 +61,7 @@ for block, bits, group, act in (
     weight = TiledWeight(*(tensor[None] for tensor in one))
     shares = (0, None) if act else (2, torch.empty(block))
     places = Grouped(Places(order, order[:1], block, block), 0, *shares)
-    plan = tile_plans.expert_plan(block, 128, 24, 16 // bits, one.packed.shape[3], 132)
+    plan = tile_plans.expert_plan(block, 128, 24, one.packed.shape[3], 132)
     x, y = torch.empty(block, 512, dtype=BF16), torch.empty(block, 64 if act else 128, dtype=dtype)
     constants = constants_of(one, bits, scheme.unpacker())
     wide_experts(x, weight, None, constants, plan, act, places)(x, None, y, places)

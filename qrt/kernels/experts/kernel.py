@@ -105,9 +105,9 @@ def _sizes(
     inner, steps = first.n // 2, (first.steps, second.steps)
     sizes = Sizes(layout, x.dtype, len(x), top_k, experts, second.n, inner, steps)
     if isinstance(first, _Tiles) and isinstance(second, _Tiles):
-        if first.is_wide(x) and second.is_wide(x.new_empty(0, inner)):
-            words, planes = (first.constants.J, second.constants.J), first.constants.PLANES
-            return sizes._replace(words=words, planes=planes, sms=multiprocessors(x.device))
+        wide = first.is_wide(x) and second.is_wide(x.new_empty(0, inner))
+        words, sms = (first.constants.J, second.constants.J), multiprocessors(x.device) if wide else 0
+        return sizes._replace(words=words, sms=sms)
     return sizes
 
 

@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory", "small
 @pytest.fixture
 def wide(monkeypatch):
     """Few assignments take the kernel of many, and nothing else multiplies."""
-    monkeypatch.setattr(choose, "WIDE", 1)
+    monkeypatch.setattr(choose, "FUSED", 0)
     monkeypatch.delattr(kernel, "fused_gemm")
 
 
@@ -28,10 +28,10 @@ def check(found, x, chosen, weights):
     assert torch.equal(y, kernel.experts(*args))
 
 
-@pytest.mark.ptx(scheme=["w4a16"], block=[8, 128])
+@pytest.mark.ptx(scheme=["w4a16"], block=[128])
 @pytest.mark.ptx(scheme=["w8a16"], block=[32])
 @pytest.mark.ptx(scheme=["mxfp4"], block=[64])
-@pytest.mark.parametrize("block", [8, 16, 32, 64, 128, 256])
+@pytest.mark.parametrize("block", [32, 64, 128, 256])
 @pytest.mark.parametrize("scheme", ["w4a16", "w8a16", "mxfp4"])
 def test_plans_of_every_block(device, monkeypatch, scheme, block):
     monkeypatch.setattr(choose, "expert_block", lambda *sizes: block)

@@ -8,7 +8,7 @@ from backends import COMPILED
 from qrt.kernels.experts import choose, explain, kernel, ref
 from qrt.kernels.experts.choose import Sizes
 from qrt.kernels.linear.int8.plans import BlockPlan
-from qrt.kernels.linear.tiles.plans import FusedPlan
+from qrt.kernels.linear.tiles.plans import FusedPlan, WidePlan
 from qrt.quant.weight.base import Layout
 from random_weights import relative
 
@@ -96,12 +96,14 @@ def test_act_order(device, tokens, on_input):
 
 @pytest.mark.ptx(scheme=["w4a16"])
 @pytest.mark.parametrize("scheme, hidden", [("w4a16", 1024), ("w8a8", 512)])
-def test_split_sums_repeat_bit_for_bit(device, scheme, hidden):
+def test_split_sums_repeat_bit_for_bit(device, monkeypatch, scheme, hidden):
     """Of tokens that share an expert, too: counters are 0 again."""
+    monkeypatch.setattr(choose, "SHARE", 1)
     found = mixture(16, hidden, 128, scheme, torch.bfloat16, device=device, group=128)
     x, chosen, weights = inputs(2, hidden, 16, 1, torch.bfloat16, device)
     chosen[1] = chosen[0]
     shares, args = check(found, x, chosen, weights)
+    assert "splits 1," not in kernel.explain(x, 1, args[3], args[5], scheme)[0]
     for _ in range(3):
         assert torch.equal(kernel.experts_shares(*args), shares)
     assert not args[3][-1].any() and not args[5][-1].any()
@@ -194,12 +196,39 @@ def test_explain_on_a_cpu_tells_of_each_expert():
     (16, 128, 8, True),
 ])  # fmt: skip
 def test_few_assignments_are_not_ordered(tokens, experts, top_k, ordered):
-    sizes = Sizes(Layout.TILES, torch.bfloat16, tokens, top_k, experts, 2048, 768, (8, 3))
-    how = choose.plan(sizes)
-    assert how.ordered == ordered
-    for product, rows, steps in ((how.gate_up, 24, 8), (how.down, 32, 3)):
-        programs = rows // product.blocks * sizes.assignments
-        assert product.splits == 1 or (not ordered and programs <= 64 * rows and product.splits <= steps)
+    sizes = Sizes(Layout.TILES, torch.bfloat16, tokens, top_k, experts, 2048, 768, (8, 3), (64, 64))
+    assert choose.plan(sizes).ordered == ordered
+
+
+QWEN3, MIXTRAL, GPT_OSS = (  # top_k, experts, hidden, inner, steps, words
+    (8, 128, 2048, 768, (8, 3), (64, 64)), (2, 8, 4096, 14336, (16, 56), (64, 64)),
+    (4, 32, 2880, 2880, (23, 23), (32, 32)),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("model, tokens, block, gate_up, down", [
+    (QWEN3, 1, 8, (2, 1, 4, 3), (1, 1, 2, 4)), (QWEN3, 16, 8, (2, 1, 4, 3), (2, 1, 4, 3)),
+    (QWEN3, 64, 8, (2, 1, 4, 3), (2, 1, 4, 3)), (MIXTRAL, 1, 8, (2, 2, 4, 3), (1, 4, 2, 3)),
+    (MIXTRAL, 16, 8, (2, 1, 4, 3), (2, 1, 4, 3)), (GPT_OSS, 1, 8, (2, 4, 2, 3), (1, 4, 2, 3)),
+    (GPT_OSS, 16, 8, (2, 1, 2, 4), (1, 1, 2, 4)), (GPT_OSS, 64, 16, (2, 1, 2, 4), (1, 1, 2, 4)),
+])  # fmt: skip
+def test_few_tokens_of_models_have_the_plans_that_won(model, tokens, block, gate_up, down):
+    how = choose.plan(Sizes(Layout.TILES, torch.bfloat16, tokens, *model, sms=132))
+    assert (how.block, how.gate_up, how.down) == (block, gate_up, down)
+
+
+@pytest.mark.parametrize("singles, programs, steps", [(2, 128, 8), (8, 12, 64), (1, 3, 5), (4, 500, 64)])
+def test_splits_of_k_make_no_crowd(singles, programs, steps):
+    splits = choose._splits(programs, singles, steps, 1 << 14)
+    assert splits == 1 or (splits <= steps and singles * programs * splits <= choose.PROGRAMS)
+    assert choose._splits(programs, 0, steps, 1 << 14) == choose._splits(programs, singles, steps, 0) == 1
+
+
+@pytest.mark.parametrize("tokens, wide", [(1, False), (128, False), (172, True), (8192, True)])
+def test_hoppers_kernel_takes_more_than_ten_assignments_an_expert(tokens, wide):
+    how = choose.plan(Sizes(Layout.TILES, torch.bfloat16, tokens, *QWEN3, sms=132))
+    assert isinstance(how.gate_up, WidePlan) == isinstance(how.down, WidePlan) == wide
+    assert not wide or how.block == how.gate_up.tokens > choose.FUSED
 
 
 @pytest.mark.parametrize("layout, dtype, most", [
@@ -209,7 +238,7 @@ def test_few_assignments_are_not_ordered(tokens, experts, top_k, ordered):
 ])  # fmt: skip
 def test_blocks_widen_with_tokens_of_an_expert(layout, dtype, most):
     blocks = [
-        choose.plan(Sizes(layout, dtype, tokens, 8, 128, 2048, 768, (2048, 768))).block
+        choose.plan(Sizes(layout, dtype, tokens, 8, 128, 2048, 768, (2048, 768), (64, 64))).block
         for tokens in (1, 16, 64, 256, 1024, 8192)
     ]
     assert blocks == sorted(blocks) and blocks[0] in (8, 16) and blocks[-1] == most
@@ -234,7 +263,7 @@ def test_model_sizes(device, scheme, tokens, experts, top_k, hidden, inner, dtyp
         group = None
     if scheme == "mxfp4" and (inner % 32 or hidden % 32):
         pytest.skip("its groups have 32 inputs")
-    found = mixture(experts, hidden, inner, scheme, dtype, group, scheme == "w8a16", device=device)
+    found = mixture(experts, hidden, inner, scheme, dtype, group, scheme in ("w8a16", "w8a8"), device=device)
     x, chosen, weights = inputs(tokens, hidden, experts, top_k, dtype, device)
     args = x, chosen, weights, *found.args(dtype, device)
     want = truth(x, chosen, weights, found)

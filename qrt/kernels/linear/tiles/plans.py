@@ -114,7 +114,7 @@ def wide_plan(width: int, blocks: int, tiles: int, sms: int) -> WidePlan:
 
 
 def expert_block(assignments: int, experts: int) -> int:
-    """Return BM, the places of a block, for so many assignments of tokens to experts.
+    """Return BM, the places of a block of Hopper's kernel, for so many assignments of tokens to experts.
 
     A block of 64 columns takes 0.74, one of 256 takes 1.8 times as long as one of 128, as measured for dense
     products; below 64 the weights take the time. An expert has half a block of padding on average.
@@ -123,25 +123,24 @@ def expert_block(assignments: int, experts: int) -> int:
     return next(block for most, block in _EXPERT_BLOCKS if average <= most)
 
 
-_EXPERT_BLOCKS = ((4.5, 8), (10, 16), (20, 32), (48, 64), (768, 128), (float("inf"), 256))  # (most, BM)
+_EXPERT_BLOCKS = ((20, 32), (48, 64), (768, 128), (float("inf"), 256))  # (most assignments an expert, BM)
 
 
-def expert_plan(block: int, owners: int, rows: int, planes: int, words: int, sms: int) -> WidePlan:
+def expert_plan(block: int, owners: int, rows: int, words: int, sms: int) -> WidePlan:
     """Return a plan for blocks of places of `owners` experts, whose weights have `rows` row blocks each.
 
-    Nothing was measured yet. Up to 64 places four groups share the tokens, as those and the weights share
-    the way from the L2 cache; two programs of two groups, while there are few blocks. About 140 KB are in
-    flight on an SM, where 40 would do for a memory of 5 TB/s that answers in a microsecond. More places have
-    the plans that won for dense products.
+    Up to 64 places four groups share the tokens, as those and the weights share the way from the L2 cache;
+    two programs of two groups, while there are few blocks. About 140 KB are in flight on an SM, where 40
+    would do for a memory of 5 TB/s that answers in a microsecond. More places have the plans that won for
+    dense products. Of experts no plan for more than 10 assignments each was measured.
     """
     stages = 64 // words  # as many bytes in stages, whatever the words of a tile
     if block >= 128:
         narrow = block == 128
         return WidePlan(block, 2, 1, 1 + narrow, (4 - narrow) * stages, 2 * stages, 1, persistent=1)
-    x_planes = planes if block <= 16 else 2
     if owners * -(-rows // 4) < 4 * sms:
-        return WidePlan(block, 2, 1, x_planes, 3 * stages, 3 * stages, groups=2, persistent=2)
-    return WidePlan(block, 4, 1, x_planes, 4 * stages, (3 if block == 64 else 4) * stages, 4, persistent=1)
+        return WidePlan(block, 2, 1, 2, 3 * stages, 3 * stages, groups=2, persistent=2)
+    return WidePlan(block, 4, 1, 2, 4 * stages, (3 if block == 64 else 4) * stages, 4, persistent=1)
 
 
 def registers(plan: WidePlan) -> tuple[int, int]:
