@@ -120,7 +120,8 @@ def test_blocks_of_tokens(device, tokens, hidden):
 def test_sums_of_splits_repeat_bit_for_bit(device):
     """Counters are 0 again, and belong to the router."""
     x, weight, _ = case(128, {}, 3, 2048, device, torch.bfloat16)
-    assert kernel.plan(3, 2048, 128).splits == 32
+    how = kernel.plan(3, 2048, 128)
+    assert (how.splits, how.columns) == (4, 16)  # 32 programs
     first = run(kernel.route, x, weight, 8)
     for _ in range(3):
         assert all(map(torch.equal, run(kernel.route, x, weight, 8), first))

@@ -1,9 +1,9 @@
 """`route` in one kernel: the product with the router in fp32 sums, then scores and rounds of arg-max.
 
-A token of bf16 meets 128 experts of 2,048 inputs: 512 KB, which takes 32 programs 1 to 2 us. So K is split
-for few tokens. The last program of a block of tokens to arrive adds the sums in a fixed order and chooses.
-8,192 tokens have 128 programs of 64 tokens, which read the router from the L2 cache: 34 MB of x and
-4.3 GFLOP, 11 us each.
+A token of bf16 meets 128 experts of 2,048 inputs: 512 KB, which takes 32 programs 1 to 2 us. So columns and K
+are split for few tokens. The last program of a block of tokens to arrive adds the sums of K in a fixed order
+and chooses, with each row in one warp, so that the rounds meet no barrier. 8,192 tokens have 128 programs of
+64 tokens, which read the router from the L2 cache: 34 MB of x and 4.3 GFLOP, 11 us each.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from qrt.checks import expect
 from qrt.kernels.gpu import overlaps
 from qrt.kernels.launch import variant
-from qrt.kernels.linear.shared.device import split_evenly, sum_splits
+from qrt.kernels.linear.shared.device import split_evenly
 from qrt.kernels.linear.tiles.device import dot_type
 from qrt.kernels.route.counters import COUNTERS, counters_of
 from qrt.kernels.route.device import NEVER, choose, scores_of, sparsemixer
@@ -27,9 +27,18 @@ from qrt.kernels.sizes import cdiv, next_power_of_2
 
 
 class Plan(NamedTuple):
-    """How the kernel is launched: tokens and inputs of a block, blocks of inputs a split, splits, warps."""
+    """How the kernel is launched.
+
+    tokens    tokens of a block
+    columns   columns of a program, the tile's padded experts or a share of them
+    inputs    inputs that are multiplied at once
+    share     blocks of inputs of a split
+    splits    splits of K
+    warps     warps of a program
+    """
 
     tokens: int
+    columns: int
     inputs: int
     share: int
     splits: int
@@ -37,36 +46,52 @@ class Plan(NamedTuple):
 
 
 def plan(tokens: int, hidden: int, columns: int) -> Plan:
-    """Return a plan by a rule of thumb: about a program for each of 132 SMs, at most 32 splits."""
+    """Return a plan by a rule of thumb: about a program for each of 132 SMs, at most 4 splits of K.
+
+    More splits take the last program longer, as it reads all their sums.
+    """
     block = 16
     while cdiv(tokens, block) > COUNTERS and block < 64 and 2 * block * columns <= 16384:
         block *= 2
-    blocks, inputs = cdiv(tokens, block), min(max(8192 // columns, 32), 256)
-    share, splits = split_evenly(cdiv(hidden, inputs), min(32, max(1, COUNTERS // blocks)), blocks, COUNTERS)
-    return Plan(block, inputs, share, splits, 4 if block * columns <= 4096 else 8)
+    blocks, each = cdiv(tokens, block), columns
+    while each > 16 and 2 * blocks * (columns // each) <= COUNTERS:
+        each //= 2
+    inputs = min(max(8192 // each, 32), 512)
+    most = max(1, COUNTERS // (blocks * (columns // each)))
+    share, splits = split_evenly(cdiv(hidden, inputs), min(4, most), blocks, COUNTERS)
+    return Plan(block, each, inputs, share, splits, 4 if block * columns <= 4096 else 8)
+
+
+@triton.jit
+def _expert_of(column, GROUPS: tl.constexpr, EACH: tl.constexpr, EP: tl.constexpr):
+    """Return the expert of each column of a tile of groups of EP, and whether there is one."""
+    return column // EP * EACH + column % EP, (column // EP < GROUPS) & (column % EP < EACH)
 
 
 @triton.jit(do_not_specialize=["T"])
-def _route(  # noqa: C901 -- its branches are constants
+def _route(
     X, W, BIAS, CORRECTION, WEIGHTS, CHOSEN, PARTS, ARRIVALS, T, factor, jitter,
     H: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr, SCORE: tl.constexpr, RENORMALIZE: tl.constexpr,
-    GROUPS: tl.constexpr, KEPT: tl.constexpr, GROUP_TOP: tl.constexpr, BIASED: tl.constexpr,
-    CORRECTED: tl.constexpr, DOT: tl.constexpr, GP: tl.constexpr, EP: tl.constexpr, KP: tl.constexpr,
-    BM: tl.constexpr, BK: tl.constexpr, SHARE: tl.constexpr, SPLITS: tl.constexpr,
-    launch_pdl: tl.constexpr,
+    GROUPS: tl.constexpr, KEPT: tl.constexpr, GROUP_TOP: tl.constexpr, DOT: tl.constexpr, GP: tl.constexpr,
+    EP: tl.constexpr, KP: tl.constexpr, BM: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, SHARE: tl.constexpr, SPLITS: tl.constexpr, launch_pdl: tl.constexpr,
 ):  # fmt: skip
-    """Grid (cdiv(T, BM), SPLITS), SHARE blocks of inputs a split. The tile has GP groups of EP columns."""
+    """Grid (cdiv(T, BM), GP * EP / BN, SPLITS), SHARE blocks of inputs a split.
+
+    The tile has GP groups of EP columns. Where a block has several programs, the last one chooses for ROWS
+    tokens, of which T are left at most.
+    """
     EACH: tl.constexpr = E // GROUPS
-    column = tl.arange(0, GP * EP)
-    expert = column // EP * EACH + column % EP
-    real = (column // EP < GROUPS) & (column % EP < EACH)
-    t = tl.program_id(0) * BM + tl.arange(0, BM)
+    PROGRAMS: tl.constexpr = GP * EP // BN * SPLITS
+    column = tl.program_id(1) * BN + tl.arange(0, BN)
+    expert, real = _expert_of(column, GROUPS, EACH, EP)
+    first, split = tl.program_id(0) * BM, tl.program_id(2)
+    t = first + tl.arange(0, BM)
     live = t < T
-    split = tl.program_id(1)
     k = split * SHARE * BK + tl.arange(0, BK)
     xp = X + t.to(tl.int64)[:, None] * H + k[None, :]
     wp = W + expert[None, :] * H + k[:, None]
-    acc = tl.zeros([BM, GP * EP], tl.float32)
+    acc = tl.zeros([BM, BN], tl.float32)
     if SHARE == 1:  # the router does not wait for the kernel before
         w = tl.load(wp, mask=real[None, :] & (k < H)[:, None], other=0.0)
         if launch_pdl:
@@ -82,30 +107,66 @@ def _route(  # noqa: C901 -- its branches are constants
             acc = tl.dot(x.to(DOT), w.to(DOT), acc, input_precision="ieee")
     if launch_pdl:
         gdc_launch_dependents()
-    last = True
-    if SPLITS > 1:
-        part = t[:, None] * E + expert[None, :]
-        there = live[:, None] & real[None, :]
-        acc, last = sum_splits(acc, PARTS, ARRIVALS + tl.program_id(0), part, there, T * E, split, SPLITS)
-    if last:
-        if BIASED:
-            acc += tl.load(BIAS + expert, mask=real, other=0.0).to(tl.float32)[None, :]
-        logits = tl.where(real[None, :] & (acc == acc), acc, NEVER)
-        if SCORE == "sparsemixer":
-            weights, chosen = sparsemixer(logits, column, jitter)
-        else:
-            correction = None
-            if CORRECTED:
-                correction = tl.load(CORRECTION + expert, mask=real, other=0.0)[None, :]
-            picked, chosen = choose(logits, correction, column, TOP_K, KP, SCORE, KEPT, GROUP_TOP, GP, EP)
-            weights = scores_of(picked, picked if SCORE == "top" else logits, SCORE)
-            if RENORMALIZE and SCORE != "top":
-                weights /= tl.sum(weights, 1)[:, None] + 1e-20
-        slot = tl.arange(0, KP)
-        at = t.to(tl.int64)[:, None] * TOP_K + slot[None, :]
-        inside = live[:, None] & (slot < TOP_K)[None, :]
-        tl.store(WEIGHTS + at, weights * factor, mask=inside)
-        tl.store(CHOSEN + at, chosen // EP * EACH + chosen % EP, mask=inside)
+    rules = (BIAS, CORRECTION, WEIGHTS, CHOSEN, T, factor, jitter)
+    if PROGRAMS == 1:
+        _choose(acc, rules, first, E, TOP_K, SCORE, RENORMALIZE, GROUPS, KEPT, GROUP_TOP, GP, EP, KP)
+    else:
+        part = PARTS + t[:, None] * E + expert[None, :]
+        tl.store(part + split * T * E, acc, mask=live[:, None] & real[None, :])
+        tl.debug_barrier()  # every thread's part is stored before this program counts as arrived
+        arrived = tl.atomic_add(ARRIVALS + tl.program_id(0), 1, sem="acq_rel", scope="gpu")
+        if arrived == PROGRAMS - 1:
+            tl.store(ARRIVALS + tl.program_id(0), 0)
+            logits = _sum(PARTS, first, T, ROWS, E, EACH, GROUPS, GP, EP, SPLITS)
+            _choose(logits, rules, first, E, TOP_K, SCORE, RENORMALIZE, GROUPS, KEPT, GROUP_TOP, GP, EP, KP)
+
+
+@triton.jit
+def _sum(
+    PARTS, first, T, ROWS: tl.constexpr, E: tl.constexpr, EACH: tl.constexpr, GROUPS: tl.constexpr,
+    GP: tl.constexpr, EP: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Return the sum of PARTS [SPLITS, T, E] of the tokens from `first` on, [ROWS, GP * EP]."""
+    expert, real = _expert_of(tl.arange(0, GP * EP), GROUPS, EACH, EP)
+    t = first + tl.arange(0, ROWS)
+    part = PARTS + t[:, None] * E + expert[None, :]
+    there = (t < T)[:, None] & real[None, :]
+    total = tl.zeros([ROWS, GP * EP], tl.float32)
+    for s in tl.static_range(SPLITS):
+        total += tl.load(part + s * T * E, mask=there, other=0.0, cache_modifier=".cg")
+    return total
+
+
+@triton.jit
+def _choose(
+    logits, rules, first, E: tl.constexpr, TOP_K: tl.constexpr, SCORE: tl.constexpr,
+    RENORMALIZE: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, GROUP_TOP: tl.constexpr,
+    GP: tl.constexpr, EP: tl.constexpr, KP: tl.constexpr,
+):  # fmt: skip
+    """Choose by logits [ROWS, GP * EP] of the tokens from `first` on, and store experts and weights."""
+    BIAS, CORRECTION, WEIGHTS, CHOSEN, T, factor, jitter = rules
+    EACH: tl.constexpr = E // GROUPS
+    column = tl.arange(0, GP * EP)
+    expert, real = _expert_of(column, GROUPS, EACH, EP)
+    if BIAS is not None:
+        logits += tl.load(BIAS + expert, mask=real, other=0.0).to(tl.float32)[None, :]
+    logits = tl.where(real[None, :] & (logits == logits), logits, NEVER)
+    if SCORE == "sparsemixer":
+        weights, chosen = sparsemixer(logits, column, jitter)
+    else:
+        correction = None
+        if CORRECTION is not None:
+            correction = tl.load(CORRECTION + expert, mask=real, other=0.0)[None, :]
+        picked, chosen = choose(logits, correction, column, TOP_K, KP, SCORE, KEPT, GROUP_TOP, GP, EP)
+        weights = scores_of(picked, picked if SCORE == "top" else logits, SCORE)
+        if RENORMALIZE and SCORE != "top":
+            weights /= tl.sum(weights, 1)[:, None] + 1e-20
+    t = first + tl.arange(0, logits.shape[0])
+    slot = tl.arange(0, KP)
+    at = t.to(tl.int64)[:, None] * TOP_K + slot[None, :]
+    inside = (t < T)[:, None] & (slot < TOP_K)[None, :]
+    tl.store(WEIGHTS + at, weights * factor, mask=inside)
+    tl.store(CHOSEN + at, chosen // EP * EACH + chosen % EP, mask=inside)
 
 
 def route(
@@ -122,19 +183,20 @@ def route(
     group_width, each = next_power_of_2(groups), next_power_of_2(experts // groups)
     each = max(each, 16 // group_width)  # what a dot needs
     how = plan(tokens, hidden, group_width * each)
+    column_blocks = group_width * each // how.columns
     parts = arrivals = None
-    if how.splits > 1:
+    if column_blocks * how.splits > 1:
         parts = torch.empty(how.splits * tokens * experts, dtype=torch.float32, device=x.device)
         arrivals = counters_of(weight)
     kernel = variant(
         _route, H=hidden, E=experts, TOP_K=top_k, SCORE=score, RENORMALIZE=renormalize, GROUPS=groups,
-        KEPT=kept, GROUP_TOP=group_top, BIASED=bias is not None, CORRECTED=correction is not None,
-        DOT=dot_type(x) if x.dtype == weight.dtype else tl.float32, GP=group_width, EP=each,
-        KP=next_power_of_2(top_k), BM=how.tokens, BK=how.inputs, SHARE=how.share, SPLITS=how.splits,
-        num_warps=how.warps, num_stages=3, launch_pdl=overlaps(x.device),
+        KEPT=kept, GROUP_TOP=group_top, DOT=dot_type(x) if x.dtype == weight.dtype else tl.float32,
+        GP=group_width, EP=each, KP=next_power_of_2(top_k), BM=how.tokens,
+        ROWS=min(how.tokens, next_power_of_2(tokens)), BN=how.columns, BK=how.inputs, SHARE=how.share,
+        SPLITS=how.splits, num_warps=how.warps, num_stages=3, launch_pdl=overlaps(x.device),
     )  # fmt: skip
     kernel.launch(
-        (cdiv(tokens, how.tokens), how.splits), x.contiguous(), weight, bias, correction, weights, chosen,
-        parts, arrivals, tokens, float(factor), float(jitter),
+        (cdiv(tokens, how.tokens), column_blocks, how.splits), x.contiguous(), weight, bias, correction,
+        weights, chosen, parts, arrivals, tokens, float(factor), float(jitter),
     )  # fmt: skip
     return weights, chosen
