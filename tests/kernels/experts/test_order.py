@@ -30,7 +30,7 @@ def check(chosen, experts, block):
 @pytest.mark.parametrize("many", [False, True])
 @pytest.mark.parametrize("tokens, top_k, experts, block", [
     (1, 1, 8, 8), (5, 2, 8, 8), (33, 3, 12, 16), (70, 2, 5, 32), (9, 8, 128, 8), (150, 1, 3, 64),
-    (40, 1, 300, 8),
+    (40, 1, 300, 8), (64, 8, 128, 8),
 ])  # fmt: skip
 def test_order(device, monkeypatch, tokens, top_k, experts, block, many):
     monkeypatch.setattr(order_kernel, "FEW", 0 if many else 1 << 16)
