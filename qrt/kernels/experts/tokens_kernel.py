@@ -14,31 +14,33 @@ from qrt.kernels.linear.shared.places import Places
 from qrt.kernels.sizes import cdiv
 
 _BLOCK = 1024
+_ROWS = 4  # that a program arranges, so that 64 bytes of each thread are on their way: latency binds one
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count", "places"])
 def _arrange(
-    X, PERM, WEIGHTS, ORDER, EXPERTS, Y, count, K, READS: tl.constexpr, BM: tl.constexpr, BLOCK: tl.constexpr,
-    launch_pdl: tl.constexpr,
+    X, PERM, WEIGHTS, ORDER, EXPERTS, Y, count, places, K, READS: tl.constexpr, BM: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, launch_pdl: tl.constexpr,
 ):  # fmt: skip
-    """Grid (places, cdiv(K, BLOCK))."""
+    """Grid (cdiv(places, ROWS), cdiv(K, BLOCK)): all of a program's rows are on their way at once."""
     after_previous(launch_pdl)
-    place = tl.program_id(0)
+    place = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     assignment = place
     if ORDER is not None:
-        assignment = tl.load(ORDER + place)
-    if assignment >= count:
-        return
+        assignment = tl.load(ORDER + place, mask=place < places, other=count)
+    real = assignment < count
     k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = real[:, None] & (k < K)[None, :]
     source = assignment // READS if READS > 0 else place
-    at = k
+    at = k[None, :]
     if PERM is not None:
-        expert = tl.load(EXPERTS + place // BM)
-        at = tl.load(PERM + expert.to(tl.int64) * K + k, mask=k < K, other=0)
-    x = tl.load(X + source.to(tl.int64) * K + at, mask=k < K, other=0.0)
+        expert = tl.load(EXPERTS + place // BM, mask=real, other=0)
+        at = tl.load(PERM + expert.to(tl.int64)[:, None] * K + k[None, :], mask=inside, other=0)
+    x = tl.load(X + source.to(tl.int64)[:, None] * K + at, mask=inside, other=0.0)
     if WEIGHTS is not None:
-        x = (x.to(tl.float32) * tl.load(WEIGHTS + assignment)).to(x.dtype)
-    tl.store(Y + place.to(tl.int64) * K + k, x, mask=k < K)
+        weight = tl.load(WEIGHTS + assignment, mask=real, other=0.0)
+        x = (x.to(tl.float32) * weight[:, None]).to(x.dtype)
+    tl.store(Y + place.to(tl.int64)[:, None] * K + k[None, :], x, mask=inside)
 
 
 @triton.jit
@@ -63,20 +65,13 @@ def arrange(
     k = x.shape[1]
     y = torch.empty(places.rows, k, dtype=x.dtype, device=x.device)
     kernel = variant(
-        _arrange, READS=reads, BM=1 if places.order is None else places.block, BLOCK=_BLOCK,
+        _arrange, READS=reads, BM=1 if places.order is None else places.block, ROWS=_ROWS, BLOCK=_BLOCK,
         launch_pdl=overlaps(x.device),
     )  # fmt: skip
     kernel.launch(
-        (places.rows, cdiv(k, _BLOCK)),
-        x,
-        perm,
-        weights,
-        places.order,
-        places.experts,
-        y,
-        places.assignments,
-        k,
-    )
+        (cdiv(places.rows, _ROWS), cdiv(k, _BLOCK)), x, perm, weights, places.order, places.experts, y,
+        places.assignments, places.rows, k,
+    )  # fmt: skip
     return y
 
 
