@@ -8,7 +8,8 @@ Every fusion stands here, and the plain layers know of none:
     add and norm      the residual addition goes with the norm that reads the sum
     norm to int8      a norm whose reader quantizes its input hands it codes
     act * up          goes with the product of gate_up, and hands codes to a `down` that quantizes its input
-    chain             one operator for all between two attentions, for few tokens on a Hopper GPU
+    chain             one operator for all between two attentions, for few tokens on a Hopper GPU; where a
+                      mixture stands between them one before and one behind it (`qrt.model.links`)
 
 The residual x [T, H] is one tensor that every addition changes in place.
 """
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from qrt.kernels.act_mul import act_mul, act_mul_int8
 from qrt.kernels.attention import append
-from qrt.kernels.chain import Link, chain, fits
+from qrt.kernels.chain import chain, from_attention, to_attention
 from qrt.kernels.decode_attention.blocks import block_of, measured_block
 from qrt.kernels.gpu import launches_on
 from qrt.kernels.linear import linear_act, linear_act_int8
@@ -33,11 +34,12 @@ from qrt.kernels.step import KVLayer, StepMeta
 from qrt.layers.attention import Attention
 from qrt.layers.experts import Mixture
 from qrt.layers.linear import Linear
-from qrt.layers.norm import LayerNorm, NormLayer, RMSNorm, normed
+from qrt.layers.norm import NormLayer, RMSNorm, normed
 from qrt.layers.rope import RopeTables
 from qrt.mem.storage import KVStorage
 from qrt.model import merged
 from qrt.model.decoder import Decoder, DecoderLayer
+from qrt.model.links import Links
 from qrt.model.merged import AddNorm, for_norm, int8_for_norm, mixture_for_norm, takes_int8
 from qrt.model.unfused import unfused_part
 from qrt.quant.digits import GROUP, Digits, room_for
@@ -101,7 +103,7 @@ class FusedLayer:
         self.to_mlp = AddNorm.of(norms.attention_out, scale, norms.mlp_in)
         self.to_next = AddNorm.of(norms.mlp_out, scale, norm)
         self.next_qkv = next_qkv
-        self.link = _link(layer, self.to_mlp, self.to_next, next_qkv)
+        self.links = Links.of(layer, self.to_mlp, self.to_next, next_qkv)
 
     def __call__(
         self, qkv: Tensor, residual: Tensor, step: StepMeta, kv: KVLayer, rope: RopeTables
@@ -110,17 +112,17 @@ class FusedLayer:
 
         Returns `next_qkv` of `norm` of the new residual; behind the last layer, that norm [T, H].
         """
-        chained = self.chains(residual)
-        attended = self._attend(qkv, step, kv, rope, chained)
-        return self.after_attention(attended, residual, chained)
+        links = self.fitting(residual)
+        attended = self._attend(qkv, step, kv, rope, links)
+        return self.after_attention(attended, residual, links)
 
-    def chains(self, residual: Tensor) -> bool:
-        """Return whether `chain` computes what follows the attention of this step."""
-        link, (heads, *_), head_dim = self.link, self.layer.attention.qkv_heads, self.layer.attention.head_dim
-        return link is not None and fits(heads * head_dim, residual, link)
+    def fitting(self, residual: Tensor) -> Links:
+        """Return what the operators of `qrt.kernels.chain` compute behind the attention of this step."""
+        (heads, *_), head_dim = self.layer.attention.qkv_heads, self.layer.attention.head_dim
+        return self.links.fitting(heads * head_dim, residual)
 
     def epilogues(self, tokens: Tensor) -> dict[str, Epilogue]:
-        """Return what the products of o, gate_up and down are asked for where `chain` does not run.
+        """Return what the products of o, gate_up and down are asked for where no link fits.
 
         `tokens` has as many rows as the step, and its device.
         """
@@ -136,21 +138,26 @@ class FusedLayer:
         }
         return sums | {"gate_up": Epilogue.ACT_MUL if joined else Epilogue.PLAIN}
 
-    def after_attention(self, attended: list[Tensor], residual: Tensor, chained: bool) -> Tensor:
-        """Run the rest of a call, by `chain` if `chained`.
+    def after_attention(self, attended: list[Tensor], residual: Tensor, links: Links) -> Tensor:
+        """Run the rest of a call, with the operators of `links`.
 
-        attended: [what the heads attended, [T, Hq*D]], or for `chain` also [codes, facts] of it as Digits.
+        attended: [what the heads attended, [T, Hq*D]], or [codes, facts] of it if `links` read `Digits`.
         """
-        if chained and self.link is not None:
-            return chain(attended, residual, self.link)
-        (y,) = attended
-        y = self._mlp(for_norm(self.layer.attention.o, y), residual)
+        if links.whole is not None:
+            return chain(attended, residual, links.whole)
+        mlp = self.layer.mlp
+        if links.start is not None and isinstance(mlp, Mixture):
+            y = mixture_for_norm(mlp, from_attention(attended, residual, links.start))
+        else:
+            y = self._mlp(for_norm(self.layer.attention.o, attended[0]), residual)
+        if links.end is not None:
+            return to_attention(y, residual, links.end)
         if self.next_qkv is None:
             return self.to_next(residual, y)
         return self.to_next.linear(self.next_qkv, residual, y)
 
     def _attend(
-        self, qkv: Tensor, step: StepMeta, kv: KVLayer, rope: RopeTables, chained: bool
+        self, qkv: Tensor, step: StepMeta, kv: KVLayer, rope: RopeTables, links: Links
     ) -> list[Tensor]:
         """Store K and V, and return what the heads attended as `after_attention` takes it."""
         attention = self.layer.attention
@@ -158,7 +165,7 @@ class FusedLayer:
         if not _appends(attention, q, step, kv):
             return [attention.attend(q, k, v, step, kv, rope)]
         tokens, heads, head_dim = q.shape
-        if chained and tokens > 1 and head_dim == GROUP:
+        if head_dim == GROUP and links.read_digits(tokens):
             digits = Digits.empty(tokens, heads * head_dim, room_for(tokens), q.device)
             out = [digits.codes, digits.facts]
         else:
@@ -199,44 +206,6 @@ class FusedLayer:
             return for_norm(mlp.down, act_mul(mlp.gate_up(x), mlp.act, False))
         gate_up = mlp.gate_up
         return for_norm(mlp.down, linear_act(x, gate_up.tensors, gate_up.bias, gate_up.scheme, mlp.act))
-
-
-def _link(layer: DecoderLayer, to_mlp: AddNorm, to_next: AddNorm, next_qkv: Linear | None) -> Link | None:
-    """Return what `chain` takes.
-
-    Returns None where the products differ in scheme or the norms in eps, where one of the products other
-    than `next_qkv` has a bias, where the mlp has no gate, is a mixture or stands beside attention, and for
-    LayerNorm.
-    """
-    mlp = layer.mlp
-    if isinstance(mlp, Mixture):
-        return None
-    own = [layer.attention.o, mlp.gate_up, mlp.down]
-    schemes = {linear.scheme for linear in own} | ({next_qkv.scheme} if next_qkv else set())
-    norms = [to_mlp.behind, to_mlp.norm, to_next.behind, to_next.norm]
-    if layer.parallel or any(isinstance(norm, LayerNorm) for norm in norms):
-        return None
-    attention_out, mlp_norm, mlp_out, last = (None if norm is None else norm.weight for norm in norms)
-    eps = {norm.eps for norm in norms if norm is not None}
-    if len(schemes) > 1 or len(eps) > 1 or not mlp.gated:
-        return None
-    if any(linear.bias is not None for linear in own):
-        return None
-    return Link(
-        o=layer.attention.o.tensors,
-        gate_up=mlp.gate_up.tensors,
-        down=mlp.down.tensors,
-        qkv=next_qkv.tensors if next_qkv else [],
-        bias=next_qkv.bias if next_qkv else None,
-        mlp_norm=mlp_norm,
-        norm=last,
-        eps=eps.pop() if eps else 0.0,
-        scheme=mlp.down.scheme,
-        act=mlp.act,
-        attention_out=attention_out,
-        mlp_out=mlp_out,
-        scale=layer.residual_scale,
-    )
 
 
 def _appends(attention: Attention, q: Tensor, step: StepMeta, kv: KVLayer) -> bool:

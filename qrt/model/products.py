@@ -16,10 +16,13 @@ from qrt.layers.experts import Mixture
 from qrt.layers.linear import Linear
 from qrt.model.decoder import Decoder
 from qrt.model.fused import FusedDecoder
+from qrt.model.links import Links
 from qrt.model.stacks import stacks
 from qrt.quant.weight import WEIGHT_SCHEMES
 
 CHAINED = "One operator computes all between two attentions (qrt.kernels.chain)."
+STARTS = "One operator multiplies by digits, adds the result and takes the norm of it (qrt.kernels.chain)."
+ENDS = "One operator adds the experts' outputs, takes the norm and multiplies by digits (qrt.kernels.chain)."
 
 
 class Explained(NamedTuple):
@@ -115,10 +118,13 @@ def _layer(model: Decoder, index: int, count: int) -> dict[str, str]:
     found, epilogues = {}, {}
     if fused is not None:
         epilogues = fused[index].epilogues(residual)
-        if fused[index].chains(residual):
+        own, before = fused[index].fitting(residual), fused[index - 1].fitting(residual) if index else Links()
+        if own.whole is not None:
             found = dict.fromkeys(epilogues, CHAINED)
-        if index > 0 and fused[index - 1].chains(residual):
-            found["qkv"] = CHAINED
+        if own.start is not None:
+            found["o"] = STARTS
+        if before.whole is not None or before.end is not None:
+            found["qkv"] = ENDS if before.whole is None else CHAINED
     for name, (linear, inputs) in _products(model, index).items():
         if name not in found:
             epilogue = epilogues.get(name, Epilogue.PLAIN)

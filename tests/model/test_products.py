@@ -12,7 +12,9 @@ from qrt.layers.linear import Linear
 from qrt.llm import LLM
 from qrt.model import fused, merged
 from qrt.model.build import build
-from qrt.model.products import CHAINED, explain_products
+from qrt.model.links import Links
+from qrt.model.products import CHAINED, ENDS, STARTS, explain_products
+from qrt.model.random import RandomWeights
 from qrt.quant.weight import WEIGHT_SCHEMES
 
 CONFIG = read_arch(
@@ -85,6 +87,25 @@ def test_chained_layers_are_called_so(monkeypatch):
     assert not any(each.why == CHAINED for each in elsewhere.values())
 
 
+def test_products_around_a_mixture_are_called_so(monkeypatch):
+    fake_gpu(monkeypatch)
+    monkeypatch.setattr("qrt.kernels.linear._PACKED_ON_CPU", False)
+    sizes = {
+        "vocab_size": 64, "hidden_size": 256, "intermediate_size": 128, "num_hidden_layers": 3,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 128, "max_position_embeddings": 128,
+        "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 128, "mlp_only_layers": [1],
+    }  # fmt: skip
+    config = read_arch({"architectures": ["Qwen3MoeForCausalLM"], **sizes}, "model")
+    weights = RandomWeights(lambda name: ("w4a16", WEIGHT_SCHEMES["w4a16"].spec), torch.device("cpu"),
+                            torch.bfloat16)  # fmt: skip
+    told = list(explain_products(build(config, weights, progress=""), [1, 16, 17]))
+    around = {(each.name, each.layers, each.tokens): each.why for each in told if "operator" in each.why}
+    assert around == {
+        ("o", (0, 2), (1, 16)): STARTS, ("qkv", (1,), (1, 16)): ENDS, ("qkv", (2,), (1, 16)): CHAINED,
+        ("o", (1,), (1, 16)): CHAINED, ("gate_up", (1,), (1, 16)): CHAINED, ("down", (1,), (1, 16)): CHAINED,
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize("scheme, mix, told", [
     ("w4a16", {}, True), ("w8a8", {}, True), ("w8a8", {"down_proj": "w8a16"}, False),
 ])  # fmt: skip
@@ -119,7 +140,7 @@ def test_epilogues_are_those_of_the_operators_that_run(monkeypatch, scheme, toke
     for name in ("linear_shares", "linear_int8_shares"):
         monkeypatch.setattr(merged, name, note(Epilogue.PARTIAL_SUMS, lambda *args: sums))
     residual = torch.empty(tokens, 4096, dtype=torch.bfloat16, device=META)
-    layer.after_attention([torch.empty_like(residual)], residual, False)
+    layer.after_attention([torch.empty_like(residual)], residual, Links())
     wanted = [each for each in layer.epilogues(residual).values() if each is not Epilogue.PLAIN]
     assert sorted(called, key=str) == sorted(wanted, key=str) and Epilogue.ACT_MUL in wanted
 

@@ -12,7 +12,7 @@ from hand_steps import Requests
 from mxfp4_files import publish
 from qrt.kernels.chain import ref
 from qrt.kernels.op import OPERATORS
-from qrt.model import fused
+from qrt.model import fused, links
 from qrt.model.loader import load_model
 from qrt.quant.spec import Granularity, QuantSpec
 from tiny_models import quantize_checkpoint, random_checkpoint
@@ -26,7 +26,7 @@ CALLED = {
     "qrt.layers.experts": ("route", "experts", "experts_shares"),
     "qrt.model.fused": ("linear_act_int8", "act_mul", "act_mul_int8"),
     "qrt.model.merged": ("linear_int8", "add_normed", "add_rmsnorm", "add_rmsnorm_int8"),
-    "qrt.kernels.chain": ("chain_op",),
+    "qrt.kernels.chain": ("chain_op", "from_attention_op", "to_attention_op"),
 }  # fmt: skip
 GRIDS = {
     "w4a16": QuantSpec(4, False, Granularity.GROUP, 128),
@@ -55,6 +55,15 @@ def run(model, kv: str, more: int = 0) -> torch.Tensor:
         [(0, first[10 + more : 11 + more]), (1, second[5:])],
     ]
     return torch.cat([logits for step in steps for logits in requests.run(step)]).cpu()
+
+
+def decoded(model, kv, decodes):
+    """Logits of the last of some steps in which so many requests decode."""
+    requests, tokens = Requests(model, kv, num=decodes, max_len=16), range(decodes)
+    requests.run([(i, prompt(5, seed=i)) for i in tokens])
+    for seed in (50, 70):
+        logits = requests.run([(i, prompt(1, seed=seed + i)) for i in tokens])
+    return torch.cat(logits).cpu()
 
 
 @pytest.mark.parametrize(("scheme", "kv"), [("w4a16", "fp16"), ("w8a16", "int8"), ("w8a8", "int4")])
@@ -108,7 +117,7 @@ def test_layers_by_chain_are_the_same(architecture, biased, tmp_path, monkeypatc
         asked.append(link.bias is not None)
         return True
 
-    monkeypatch.setattr(fused, "fits", fits)
+    monkeypatch.setattr(links, "fits", fits)
     monkeypatch.setattr("qrt.kernels.chain.chain_op", ref.chain)
     assert relative(run(model, "fp16"), want) < 1e-5
     assert asked == [biased, False] * 3
@@ -130,20 +139,34 @@ def test_decodes_by_chain(kv, decodes, heads, architecture, tmp_path, device, mo
     plain = random_checkpoint(tmp_path / "plain", architecture, dtype=torch.bfloat16, **sizes)
     folder = tmp_path / "quantized"
     quantize_checkpoint(plain, folder, "w4a16", GRIDS["w4a16"])
-
-    def steps(model):
-        """Logits of the last of some steps in which all decode."""
-        requests, tokens = Requests(model, kv, num=decodes, max_len=16), range(decodes)
-        requests.run([(i, prompt(5, seed=i)) for i in tokens])
-        for seed in (50, 70):
-            logits = requests.run([(i, prompt(1, seed=seed + i)) for i in tokens])
-        return torch.cat(logits).cpu()
-
-    want = steps(load_model(folder, device=torch.device("cpu"), dtype=torch.float32))
+    want = decoded(load_model(folder, device=torch.device("cpu"), dtype=torch.float32), kv, decodes)
     if device.type == "cpu":
         request.getfixturevalue("triton_in_layers")
     called, launch = [], fused.chain
     monkeypatch.setattr(fused, "chain", lambda *args: called.append(len(args[1])) or launch(*args))
-    got = steps(load_model(folder, device=device, dtype=torch.bfloat16))
+    got = decoded(load_model(folder, device=device, dtype=torch.bfloat16), kv, decodes)
     assert relative(got, want) < (0.2 if "4" in kv else 0.05)
     assert called[-4:] == [decodes] * 4
+
+
+@pytest.mark.gpu
+@pytest.mark.ptx(decodes=[3], kv=["fp16"])
+@pytest.mark.parametrize("kv", ["fp16", "int8"])
+@pytest.mark.parametrize("decodes", [1, 3, 16])
+def test_decodes_of_a_mixture(kv, decodes, tmp_path, device, monkeypatch, request):
+    """In bf16, by an operator before and one behind the experts; kernels start before the one before ends."""
+    sizes = {"hidden_size": 256, "head_dim": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
+    # all experts are chosen, as another choice by another rounding would say nothing
+    sizes |= {"num_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+    plain = random_checkpoint(tmp_path / "plain", "Qwen3MoeForCausalLM", dtype=torch.bfloat16, **sizes)
+    folder = tmp_path / "quantized"
+    quantize_checkpoint(plain, folder, "w4a16", GRIDS["w4a16"])
+    want = decoded(load_model(folder, device=torch.device("cpu"), dtype=torch.float32), kv, decodes)
+    if device.type == "cpu":
+        request.getfixturevalue("triton_in_layers")
+    called, start, end = [], fused.from_attention, fused.to_attention
+    monkeypatch.setattr(fused, "from_attention", lambda *args: called.append("from") or start(*args))
+    monkeypatch.setattr(fused, "to_attention", lambda *args: called.append("to") or end(*args))
+    got = decoded(load_model(folder, device=device, dtype=torch.bfloat16), kv, decodes)
+    assert relative(got, want) < 0.05
+    assert called[-3:] == ["from", "to", "from"]

@@ -15,6 +15,21 @@ residual is updated in place.
 Values are rounded to residual's dtype wherever separate operators would round them, so only the products
 differ. For one token their sums have another order; one launch does what takes seven otherwise. For more
 tokens the products read their inputs as `Digits`. `fits` says whether `chain` may be called.
+
+Where a mixture stands between o and qkv, two operators do what is around it, also by `Digits`:
+
+from_attention(x, residual [T, H], link) -> what the mixture reads, [T, H]
+
+    residual += scale * RMSNorm(o(x), behind)
+    return RMSNorm(residual, norm)
+
+to_attention(y, residual [T, H], link) -> q, k and v of the next layer
+
+    residual += scale * RMSNorm(y, behind)
+    return qkv(RMSNorm(residual, norm)) + bias
+
+y is what the mixture gives, [T, H], or the experts' outputs, fp32 [k, T, H]. `fits_from_attention` and
+`fits_to_attention` say whether they may be called.
 """
 
 from __future__ import annotations
@@ -67,6 +82,46 @@ class Link(NamedTuple):
     scale: float = 1.0
 
 
+class FromAttention(NamedTuple):
+    """What `from_attention` uses, in the order of the operator's parameters.
+
+    o         run-time tensors of a weight; its product has no bias
+    norm      [H]: the weight of the norm in front of the mixture
+    eps       the epsilon of both norms
+    scheme    the weight scheme of o
+    behind    [H]: the weight of the norm behind o, or None
+    scale     what the result of that is multiplied by before it is added
+    """
+
+    o: Sequence[Tensor]
+    norm: Tensor
+    eps: float
+    scheme: str
+    behind: Tensor | None = None
+    scale: float = 1.0
+
+
+class ToAttention(NamedTuple):
+    """What `to_attention` uses, in the order of the operator's parameters.
+
+    qkv       run-time tensors of the next layer's weight
+    bias      the bias of qkv, or None
+    norm      [H]: the weight of the norm in front of qkv, or None
+    eps       the epsilon of both norms
+    scheme    the weight scheme of qkv
+    behind    [H]: the weight of the norm behind the mixture, or None
+    scale     what the result of that is multiplied by before it is added
+    """
+
+    qkv: Sequence[Tensor]
+    bias: Tensor | None
+    norm: Tensor | None
+    eps: float
+    scheme: str
+    behind: Tensor | None = None
+    scale: float = 1.0
+
+
 def fits(attended: int, residual: Tensor, link: Link) -> bool:
     """Return whether the kernels take these products; o reads `attended` inputs.
 
@@ -74,10 +129,8 @@ def fits(attended: int, residual: Tensor, link: Link) -> bool:
     inputs are not reordered. For several tokens, all input sizes must be multiples of 128. For one token, the
     inputs and a program's sums must fit in shared memory.
     """
-    kind, tokens = WEIGHT_SCHEMES[link.scheme], residual.shape[0]
-    if not 1 <= tokens <= MOST_TOKENS or residual.dtype != torch.bfloat16 or not is_hopper(residual.device):
-        return False
-    if not isinstance(kind, TiledScheme) or not kind.has_integers:
+    kind, tokens = _tiled_integers(residual, link.scheme), residual.shape[0]
+    if kind is None:
         return False
     weights = [link.o, link.gate_up, link.down, *([link.qkv] if link.qkv else [])]
     tiled = [TiledWeight(*tensors) for tensors in weights]
@@ -91,6 +144,37 @@ def fits(attended: int, residual: Tensor, link: Link) -> bool:
     rows = max(halves // 2, *(w.out_features for i, w in enumerate(tiled) if i != 1))
     room = inputs <= MOST_INPUTS and rows <= MOST_UNITS * UNIT * multiprocessors(residual.device)
     return halves % (2 * UNIT) == 0 and room  # gate and up each come in whole units
+
+
+def fits_from_attention(attended: int, residual: Tensor, link: FromAttention) -> bool:
+    """Return whether the kernels of `from_attention` take this; o reads `attended` inputs.
+
+    They need what those of `chain` need for several tokens, and int4, as few tokens' products by digits do
+    elsewhere.
+    """
+    return _by_digits(attended, residual, link.o, link.scheme)
+
+
+def fits_to_attention(residual: Tensor, link: ToAttention) -> bool:
+    """Return whether the kernels of `to_attention` take this, as `fits_from_attention`."""
+    return _by_digits(residual.shape[1], residual, link.qkv, link.scheme)
+
+
+def _by_digits(inputs: int, residual: Tensor, tensors: Sequence[Tensor], scheme: str) -> bool:
+    kind = _tiled_integers(residual, scheme)
+    if kind is None or kind.bits != 4:
+        return False
+    weight = TiledWeight(*tensors)
+    return inputs % GROUP == 0 and weight.out_features % TILE_ROWS == 0 and _takes(weight, weight)
+
+
+def _tiled_integers(residual: Tensor, scheme: str) -> TiledScheme | None:
+    """Return the scheme if it has integers in tiles, and there are few tokens in bf16 on a Hopper GPU."""
+    few = 1 <= residual.shape[0] <= MOST_TOKENS and residual.dtype == torch.bfloat16
+    kind = WEIGHT_SCHEMES[scheme]
+    if not few or not is_hopper(residual.device) or not isinstance(kind, TiledScheme):
+        return None
+    return kind if kind.has_integers else None
 
 
 def _takes(weight: TiledWeight, first: TiledWeight) -> bool:
@@ -119,3 +203,33 @@ chain_op = define(
 def chain(x: list[Tensor], residual: Tensor, link: Link) -> Tensor:
     """See the package's docstring."""
     return chain_op(x, residual, *link)
+
+
+def _fake_norm(residual: Tensor) -> Tensor:
+    return torch.empty_like(residual)
+
+
+from_attention_op = define(
+    ref.from_attention,
+    triton="qrt.kernels.chain.kernel:from_attention",
+    fake=_fake_norm,
+    mutates=["residual"],
+)
+
+
+def from_attention(x: list[Tensor], residual: Tensor, link: FromAttention) -> Tensor:
+    """See the package's docstring."""
+    return from_attention_op(x, residual, *link)
+
+
+to_attention_op = define(
+    ref.to_attention,
+    triton="qrt.kernels.chain.kernel:to_attention",
+    fake=_fake,
+    mutates=["residual"],
+)
+
+
+def to_attention(y: Tensor, residual: Tensor, link: ToAttention) -> Tensor:
+    """See the package's docstring."""
+    return to_attention_op(y, residual, *link)

@@ -1,4 +1,8 @@
-"""`qrt::chain` on CUDA tensors: one kernel for one token, six or seven that use `Digits` for a few tokens."""
+"""The operators of `qrt.kernels.chain` on CUDA tensors.
+
+`chain` is one kernel for one token, and six or seven that use `Digits` for a few. The others are two such
+kernels, with `make_digits` in front where attention did not leave its result as digits.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +41,8 @@ def chain(
     if tokens == 1 and len(x) == 1:
         products, norms = (o, gate_up, down, qkv), (attention_out, mlp_norm, mlp_out, norm)
         return one_token(x[0], residual, products, bias, norms, eps, scheme, act, scale)
-    attended = make_digits(x[0].contiguous(), room_for(tokens)) if len(x) == 1 else Digits(x[0], x[1], tokens)
-    bits, room = WEIGHT_SCHEMES[scheme].bits, attended.codes.shape[2]
+    attended = _attended(x, tokens)
+    bits, room = WEIGHT_SCHEMES[scheme].bits, room_for(tokens)
     y = digits_shares(attended, TiledWeight(*o), bits)
     normal = add_rmsnorm_digits(residual, y, mlp_norm, eps, room, attention_out, scale)
     y = digits_shares(
@@ -47,5 +51,40 @@ def chain(
     if not qkv:
         assert norm is not None
         return add_rmsnorm(residual, y, norm, eps, mlp_out, eps, scale)
-    normal = add_rmsnorm_digits(residual, y, norm, eps, room, mlp_out, scale)
-    return digits_product(normal, TiledWeight(*qkv), bias, bits, residual.dtype)
+    return to_attention(y, residual, qkv, bias, norm, eps, scheme, mlp_out, scale)
+
+
+def from_attention(
+    x: Sequence[Tensor],
+    residual: Tensor,
+    o: Sequence[Tensor],
+    norm: Tensor,
+    eps: float,
+    scheme: str,
+    behind: Tensor | None = None,
+    scale: float = 1.0,
+) -> Tensor:
+    """See the package's docstring."""
+    y = digits_shares(_attended(x, len(residual)), TiledWeight(*o), WEIGHT_SCHEMES[scheme].bits)
+    return add_rmsnorm(residual, y, norm, eps, behind, eps, scale)
+
+
+def to_attention(
+    y: Tensor,
+    residual: Tensor,
+    qkv: Sequence[Tensor],
+    bias: Tensor | None,
+    norm: Tensor | None,
+    eps: float,
+    scheme: str,
+    behind: Tensor | None = None,
+    scale: float = 1.0,
+) -> Tensor:
+    """See the package's docstring."""
+    normal = add_rmsnorm_digits(residual, y, norm, eps, room_for(len(residual)), behind, scale)
+    return digits_product(normal, TiledWeight(*qkv), bias, WEIGHT_SCHEMES[scheme].bits, residual.dtype)
+
+
+def _attended(x: Sequence[Tensor], tokens: int) -> Digits:
+    """Return what the heads attended as digits, made here if they do not come so."""
+    return make_digits(x[0].contiguous(), room_for(tokens)) if len(x) == 1 else Digits(x[0], x[1], tokens)

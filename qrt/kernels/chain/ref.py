@@ -1,4 +1,4 @@
-"""`chain` as a sequence of other operators."""
+"""`chain`, `from_attention` and `to_attention` as sequences of other operators."""
 
 from __future__ import annotations
 
@@ -30,10 +30,46 @@ def chain(
     scale: float = 1.0,
 ) -> Tensor:
     """See the package's docstring."""
-    attended = x[0] if len(x) == 1 else Digits(x[0], x[1], len(residual)).read().to(residual.dtype)
-    add_normed(residual, linear(attended, o, None, scheme), attention_out, eps, scale)
+    add_normed(residual, linear(_attended(x, residual), o, None, scheme), attention_out, eps, scale)
     y = residual if mlp_norm is None else rmsnorm(residual, mlp_norm, eps)
     y = linear(act_mul(linear(y, gate_up, None, scheme), act), down, None, scheme)
+    if qkv:
+        return to_attention(y, residual, qkv, bias, norm, eps, scheme, mlp_out, scale)
     add_normed(residual, y, mlp_out, eps, scale)
-    y = residual if norm is None else rmsnorm(residual, norm, eps)
-    return linear(y, qkv, bias, scheme) if qkv else y
+    return residual if norm is None else rmsnorm(residual, norm, eps)
+
+
+def from_attention(
+    x: Sequence[Tensor],
+    residual: Tensor,
+    o: Sequence[Tensor],
+    norm: Tensor,
+    eps: float,
+    scheme: str,
+    behind: Tensor | None = None,
+    scale: float = 1.0,
+) -> Tensor:
+    """See the package's docstring."""
+    add_normed(residual, linear(_attended(x, residual), o, None, scheme), behind, eps, scale)
+    return rmsnorm(residual, norm, eps)
+
+
+def to_attention(
+    y: Tensor,
+    residual: Tensor,
+    qkv: Sequence[Tensor],
+    bias: Tensor | None,
+    norm: Tensor | None,
+    eps: float,
+    scheme: str,
+    behind: Tensor | None = None,
+    scale: float = 1.0,
+) -> Tensor:
+    """See the package's docstring."""
+    add_normed(residual, y, behind, eps, scale)
+    return linear(residual if norm is None else rmsnorm(residual, norm, eps), qkv, bias, scheme)
+
+
+def _attended(x: Sequence[Tensor], residual: Tensor) -> Tensor:
+    """Return what the heads attended, which may come as `Digits`."""
+    return x[0] if len(x) == 1 else Digits(x[0], x[1], len(residual)).read().to(residual.dtype)

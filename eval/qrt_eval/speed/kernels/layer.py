@@ -70,7 +70,7 @@ def chain_rows(config: Arch, tokens: Sequence[int], rates: Rates, device: torch.
         for m in tokens:
             widths = config.num_heads * config.head_dim, config.hidden_size
             y, residual = (torch.randn(m, width, device=device, dtype=model.dtype) for width in widths)
-            calls = [(layer, [y], residual, layer.chains(residual)) for layer in blocks]
+            calls = [(layer, [y], residual, layer.fitting(residual)) for layer in blocks]
             us = microseconds(FusedLayer.after_attention, calls)
             flops, num_bytes = m * _flops_per_token(model, 0), _weight_bytes(model, m)
             what = _plain(device) if scheme == "fp16" else scheme
