@@ -131,6 +131,10 @@ class LayerExecutor:
         norm, head, finish = self._behind()
         return finish((other or head).logits(norm(hidden.to(self.device))))
 
+    def release_head(self) -> None:
+        """Free the head; it is read again when it is needed."""
+        self._final = None
+
     def _behind(self) -> tuple[nn.Module, PlainHead, Finish]:
         """Return the last norm, the head of the checkpoint, and what is done to its products."""
         if self._final is None:

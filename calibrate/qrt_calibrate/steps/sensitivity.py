@@ -49,6 +49,7 @@ def loss_gradients(executor: LayerExecutor, streams: Streams, windows: int, seed
     for share, at in streams.in_order(0, windows):
         window = states[share][at]
         window.copy_(executor.loss_gradient(window, generator))
+    executor.release_head()  # layers need its memory until the evaluation
     _backward(executor, streams, states)
 
 

@@ -1,5 +1,7 @@
 """Gradients taken layer by layer are those of transformers' whole model."""
 
+import weakref
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -10,6 +12,7 @@ from qrt_calibrate.job.plan import plan
 from qrt_calibrate.model import executor as executor_module
 from qrt_calibrate.model import streams as streams_module
 from qrt_calibrate.model.executor import LayerExecutor
+from qrt_calibrate.model.head import PlainHead
 from qrt_calibrate.model.streams import Streams
 from qrt_calibrate.recipe.recipe_file import recipe_of
 from qrt_calibrate.steps import sensitivity
@@ -47,6 +50,24 @@ def gradients_of(executor, windows, folder, devices=(CPU,)):
     streams = Streams(executor.embed(windows), len(windows), devices, folder)
     loss_gradients(executor, streams, len(windows), 5, folder)
     return streams
+
+
+def test_the_head_is_freed_behind_the_gradients(llama, tmp_path, monkeypatch):
+    """Layers are quantized without it; it is read again for the evaluation."""
+    heads = []
+
+    class Head(PlainHead):
+        def __init__(self, weight):
+            super().__init__(weight)
+            heads.append(weakref.ref(self))
+
+    monkeypatch.setattr(executor_module, "PlainHead", Head)
+    job = plan(open_checkpoint(llama), recipe_of({"bits": 4, "group_size": 64}), CPU)
+    executor = LayerExecutor(job.checkpoint, job.arch, 8, CPU)
+    streams = gradients_of(executor, torch.zeros(2, 8, dtype=torch.int64), tmp_path)
+    assert len(heads) == 1 and heads[0]() is None
+    executor.logits(streams.shares[0].exact[0])
+    assert len(heads) == 2
 
 
 @pytest.mark.parametrize("devices", [(CPU,), (CPU, CPU), (CPU,) * 9])
