@@ -290,15 +290,21 @@ def test_limits_are_said_before_the_work(calibrate, mixture, tmp_path, capsys):
         assert "loads experts wrong" not in said("--ignore", "shared_expert.*")
 
 
-@pytest.mark.parametrize("every", [True, False])
-def test_memory_is_foreseen(every, make_checkpoint, calib, tmp_path, monkeypatch, frozen):
-    """Within a fifth of all tensors that are alive together, in the middle of a layer or at its end."""
+@pytest.mark.parametrize("every, held", [(True, 8), (False, 8), (False, 4)])
+def test_memory_is_foreseen(every, held, make_checkpoint, calib, tmp_path, monkeypatch, frozen):
+    """Within a fifth of all tensors that are alive together, in the middle of a layer or at its end.
+
+    Moments of `held` experts fit; they are gone before those of the others are measured.
+    """
     sizes = {"num_experts": 8, "hidden_size": 768, "moe_intermediate_size": 256, "num_hidden_layers": 1}
     source = make_checkpoint("Qwen3MoeForCausalLM", num_experts_per_tok=2, **sizes)
     text = {"calib": str(calib), "n_samples": 2, "seqlen": 32, "eval_samples": 0, "method": "gptq"}
     recipe = recipe_of({**ENTRIES, **text, "moe_calibrate_all_experts": every})
+    monkeypatch.setattr(experts, "EXPERT_BYTES", held * 3 * 4 * 768**2)
     peak = Peak()
-    monkeypatch.setattr(gptq, "round_block", peak.sampled(gptq.round_block))
+    monkeypatch.setattr(experts, "_measure", peak.sampled(experts._measure))
+    for name in ("_inverse_factor", "round_block"):
+        monkeypatch.setattr(gptq, name, peak.sampled(getattr(gptq, name)))
     monkeypatch.setattr(each, "round_block", peak.sampled(each.round_block))
     monkeypatch.setattr(correct, "search_clip", peak.sampled(correct.search_clip))
     monkeypatch.setattr("qrt_calibrate.steps.figures.output_error", peak.sampled(output_error))

@@ -27,11 +27,10 @@ class Preflight:
 
     output_bytes        bytes of all tensors of the result
     bits_per_weight     bits per weight of the result, as the function of this name counts
-    working_bytes       two fp32 copies of the largest layer, the moments of an input (the Hessian and two
-                        shares of the drift) and the larger of two: the matrices of a factorization (three, on
-                        a CPU two), or the factor and the weights that are rounded. Methods that couple rows
-                        add the moments of outputs; besides there is the layer as stored, on a CPU also as
-                        it is written.
+    working_bytes       two fp32 copies of the largest layer and the larger of two: the moments of an input
+                        (the Hessian and two shares of the drift) and the matrices of a factorization (three,
+                        on a CPU two), or the factor and the weights that are rounded. Methods that couple
+                        rows add the moments of outputs; besides there is the layer as stored, and its codes.
                         Experts have moments, factors and weights of their own, so many as EXPERT_BYTES hold;
                         a third copy of the layer counts if it takes more than all this
     replica_bytes       bytes on each further device: the copies and the moments; 0 without one
@@ -115,14 +114,15 @@ def _layer_bytes(job: Job, index: int) -> tuple[int, int]:
     outputs = _output_moments(arch, shapes) if rules.rows else 0
     replica = 2 * 4 * weights + moments + outputs
     beside += stored  # as read
-    on_cpu = weights if job.device.type == "cpu" else 0  # as codes
+    codes = weights  # a byte each
     copies = 3 * 4 * weights if any(job.recipe.windows) else 0  # at the end: exact, rounded, and to nearest
-    return max(replica + beside, copies + stored) + on_cpu, replica
+    return max(replica + beside, copies + stored) + codes, replica
 
 
 def _stage_bytes(arch: Arch, shapes: Shapes, device: torch.device, every: bool) -> tuple[int, int]:
-    """Return the most bytes that inputs' moments take, and what their stage takes beyond that.
+    """Return the most bytes that inputs' moments take, and what a stage takes beyond that.
 
+    Moments are freed before weights are rounded.
     `every` expert is calibrated with all tokens, so that their first Linears have one input.
     """
     readers = arch.readers
@@ -136,10 +136,10 @@ def _stage_bytes(arch: Arch, shapes: Shapes, device: torch.device, every: bool) 
             count = chunk(arch.experts.count, inputs)
         elif parts[0] not in readers:
             moments = square + 2 * 4 * rows * inputs
-        factorizing = (count - 1) * square + (3 if device.type == "cuda" else 2) * square
+        factorizing = count * moments + (count - 1) * square + (3 if device.type == "cuda" else 2) * square
         held = max(held, count * moments)
         walking = count * square + WALK_BYTES * count * rows * inputs
-        most = max(most, count * moments + max(factorizing, walking))
+        most = max(most, factorizing, walking)
     return held, most - held
 
 

@@ -132,7 +132,7 @@ class Moments:
         E[d x^T] with noise of its own. The product of the two estimates is the square of what both see; the
         square of their mean has the noise of the mean in addition. Their ratio is the factor with the least
         error (Wiener's). That is one number, so TRUST_ROWS rows are enough for it. The shares of `drift` are
-        merged in place, so this can be called only once.
+        merged in place, then `hessian` and `drift` are freed, so this can be called only once.
         """
         rows = slice(None, None, max(1, len(weight) // TRUST_ROWS))
         first, second = (self._pull(weight, half, rows) for half in (0, 1))
@@ -140,6 +140,7 @@ class Moments:
         correction = solve(self.drift[0].add_(self.drift[1]))
         if self._weight is None:  # such Linears have more outputs than inputs, so H^-1 is applied before W
             correction = weight @ correction
+        del self.hessian, self.drift  # of many experts they take more than all else of the walk
         size = float((correction[rows] * first.add_(second)).sum()) * self._shares[0] * self._shares[1]
         return correction, min(1.0, max(0.0, agreed / size)) if size > 0 else 0.0
 

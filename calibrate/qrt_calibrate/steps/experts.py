@@ -122,11 +122,17 @@ def expert_moments(bench: Bench, stage: Stage, census: Census) -> Iterator[tuple
     for begin in range(0, spec.count, step):
         some = {number: parts[number] for number in range(begin, min(begin + step, spec.count))}
         work = partial(_measure, bench, stage, census, some)
-        found, *others = streams.each(work, bench.exact, bench.rounded)
-        for number, own in found.items():
-            for other in others:
-                own.join(other[number])
-        yield list(some.values()), list(found.values())
+        # no name holds them here, so that they can go before the next ones are measured
+        yield list(some.values()), _joined(streams.each(work, bench.exact, bench.rounded))
+
+
+def _joined(measured: list[dict[int, Moments]]) -> list[Moments]:
+    """Return the moments of each expert, over all shares of the windows."""
+    found, *others = measured
+    for number, own in found.items():
+        for other in others:
+            own.join(other[number])
+    return list(found.values())
 
 
 def chunk(count: int, in_features: int) -> int:

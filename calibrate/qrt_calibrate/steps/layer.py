@@ -7,7 +7,7 @@ the token's size. Otherwise a token with massive activations would hide all othe
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -119,19 +119,29 @@ class LayerWork:
                 self._search.check(smooth)
             del moments
         for some, inputs in expert_moments(bench, stage, census):
-            factors, folded = [], None
-            for parts, own in zip(some, inputs, strict=True):
-                factor = self._rounder.factor(own)
-                one = replace(stage, parts=parts)
-                if not reads and (smooth := self._search.fold(one, own, factor, done, figures)):
-                    factor, folded = self._rounder.factor(own), smooth
-                factors.append(factor)
-            if folded is not None:
-                self._search.check(folded)
-            weights = (self._weight(parts) for parts in some)
-            data = self._rounder.round_each(weights, inputs, factors, stage.grid)
-            for parts, own_data, factor in zip(some, data, factors, strict=True):
-                self._keep(replace(stage, parts=parts), own_data, factor)
+            self._quantize_some(stage, some, inputs, fold=not reads)
+            del inputs  # before those of the next experts are measured
+
+    def _quantize_some(
+        self, stage: Stage, some: Sequence[Parts], inputs: Sequence[Moments], fold: bool
+    ) -> None:
+        """Round the Linears `some`, one item for each expert, whose inputs have the moments `inputs`.
+
+        With `fold` each expert's scales are searched and folded first.
+        """
+        factors, folded = [], None
+        for parts, own in zip(some, inputs, strict=True):
+            factor = self._rounder.factor(own)
+            one = replace(stage, parts=parts)
+            if fold and (smooth := self._search.fold(one, own, factor, self._done, self._figures)):
+                factor, folded = self._rounder.factor(own), smooth
+            factors.append(factor)
+        if folded is not None:
+            self._search.check(folded)
+        weights = (self._weight(parts) for parts in some)
+        data = self._rounder.round_each(weights, inputs, factors, stage.grid)
+        for parts, own_data, factor in zip(some, data, factors, strict=True):
+            self._keep(replace(stage, parts=parts), own_data, factor)
 
     def _quantize_stage(self, stage: Stage, moments: Moments, gradients: OutputMoments | None) -> None:
         """Fold and round the Linears of `stage`, whose input has `moments`."""
