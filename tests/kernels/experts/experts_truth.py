@@ -9,6 +9,7 @@ from qrt.quant.spec import Codes
 from qrt.quant.weight import WEIGHT_SCHEMES, WeightData
 from random_weights import random_weight
 
+DISTINCT = 17  # experts whose weights differ; those of more repeat
 BITS = {"fp16": 0, "w4a16": 4, "w8a16": 8, "w8a8": 8, "mxfp4": 4}
 
 
@@ -31,9 +32,10 @@ class Mixture:
             kind = WEIGHT_SCHEMES[self.scheme]
             made = [
                 kind.prepare_cpu(part, dtype) if cpu else kind.prepare(part, torch.device(device), dtype)
-                for part in parts
+                for part in parts[:DISTINCT]
             ]
-            return [torch.stack(tensors) for tensors in zip(*made, strict=True)]
+            each = [made[e % DISTINCT] for e in range(len(parts))]
+            return [torch.stack(tensors) for tensors in zip(*each, strict=True)]
 
         biases = [None if b is None else b.to(device, dtype) for b in (self.gate_up_bias, self.down_bias)]
         pairs = stacked(self.gate_up), biases[0], stacked(self.down), biases[1]
@@ -46,20 +48,20 @@ def mixture(
 ) -> Mixture:  # fmt: skip
     """Return random experts; with `perm` each product has an order of inputs of its own."""
 
-    def weights(n, k, seed):
+    def weight(n, k, seed):
         bits = BITS[scheme]
         if not bits:
-            values = torch.randn(experts, n, k, device=device) / k**0.5
-            return [WeightData(matrix.to(dtype)) for matrix in values]
-        size = None if scheme == "w8a8" else group
+            return WeightData((torch.randn(n, k, device=device) / k**0.5).to(dtype))
         if scheme == "mxfp4":
-            return [_floats(n, k, seed + e, device) for e in range(experts)]
-        return [
-            random_weight(
-                n, k, bits, size, symmetric=symmetric, dtype=dtype, perm=perm, device=device, seed=seed + e
-            )
-            for e in range(experts)
-        ]  # fmt: skip
+            return _floats(n, k, seed, device)
+        size = None if scheme == "w8a8" else group
+        return random_weight(
+            n, k, bits, size, symmetric=symmetric, dtype=dtype, perm=perm, device=device, seed=seed
+        )
+
+    def weights(n, k, seed):
+        made = [weight(n, k, seed + e) for e in range(min(experts, DISTINCT))]
+        return [made[e % DISTINCT] for e in range(experts)]
 
     found = Mixture(weights(2 * inner, hidden, 0), weights(hidden, inner, 1000), scheme, **others)
     if biased:
@@ -94,16 +96,15 @@ def activated(gate: Tensor, up: Tensor, act: str) -> Tensor:
 def truth(x: Tensor, chosen: Tensor, weights: Tensor, found: Mixture) -> Tensor:
     """Return what each expert adds, fp64 [k, T, H]."""
     shares = torch.zeros(chosen.shape[1], *x.shape, dtype=torch.float64, device=x.device)
-    for expert in range(len(found.down)):
+    for expert in chosen.unique().tolist():
         gate_up, down = (part[expert].dequantize().double() for part in (found.gate_up, found.down))
-        for place in range(chosen.shape[1]):
-            token = (chosen[:, place] == expert).nonzero()[:, 0]
-            weight, read = weights[token, place].double()[:, None], x[token].double()
-            inner = (read * weight if found.on_input else read) @ gate_up.T
-            if found.gate_up_bias is not None:
-                inner = inner + found.gate_up_bias[expert].double()
-            y = activated(*inner.chunk(2, 1), found.act) @ down.T
-            if found.down_bias is not None:
-                y = y + found.down_bias[expert].double()
-            shares[place, token] = y if found.on_input else y * weight
+        token, place = (chosen == expert).nonzero(as_tuple=True)
+        weight, read = weights[token, place].double()[:, None], x[token].double()
+        inner = (read * weight if found.on_input else read) @ gate_up.T
+        if found.gate_up_bias is not None:
+            inner = inner + found.gate_up_bias[expert].double()
+        y = activated(*inner.chunk(2, 1), found.act) @ down.T
+        if found.down_bias is not None:
+            y = y + found.down_bias[expert].double()
+        shares[place, token] = y if found.on_input else y * weight
     return shares

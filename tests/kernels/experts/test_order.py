@@ -12,10 +12,11 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 def check(chosen, experts, block):
     """By expert, then by assignment; each expert's padded to whole blocks, blocks beyond the last too."""
     places = order(chosen, experts, block)
-    flat, count = chosen.flatten().tolist(), chosen.numel()
+    count, assignments = chosen.numel(), [[] for _ in range(experts)]
+    for a, expert in enumerate(chosen.flatten().tolist()):
+        assignments[expert].append(a)
     want, owners = [], []
-    for expert in range(experts):
-        own = [a for a, other in enumerate(flat) if other == expert]
+    for expert, own in enumerate(assignments):
         whole = -(-len(own) // block)
         want += own + [count] * (whole * block - len(own))
         owners += [expert] * whole
