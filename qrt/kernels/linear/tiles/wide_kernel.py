@@ -13,10 +13,9 @@ can take blocks in turn, by panels of tokens: its copies run ahead into the next
 Layout: quant/weight/tiles.py.
 
 Tokens of a mixture (`wide_experts`) come in blocks of places that share an expert, and programs take them in
-turn, so that copies run ahead into the next expert. What binds is, for Qwen3-30B-A3B's 128 experts of 2,048 x
-768 in int4 on 132 SMs: with up to 8 tokens an expert their 311 MB, 73 us at 4.27 TB/s, and as much the tensor
-cores, which take 32 cycles for 64 x 16 weights and 64 columns or fewer, 81 us. With 8,192 tokens it is the
-operations, 618 GFLOP and 12 % for padding: 0.94 ms at the 740 TFLOP/s of dense blocks of 128 x 128.
+turn, so that copies run ahead into the next expert. The operations bind 8,192 tokens of Qwen3-30B-A3B's 128
+experts of 2,048 x 768: 618 GFLOP and 12 % for padding, 0.94 ms at the 740 TFLOP/s of dense blocks of 128 x
+128.
 """
 
 from __future__ import annotations
