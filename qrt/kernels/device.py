@@ -150,6 +150,67 @@ def rope(lo, hi, cos, sin):
 
 
 @triton.jit
+def squares(lo, hi):
+    """Return lo^2 + hi^2; the fused operation is spelled out, as in `rope`."""
+    return tl.fma(lo, lo, hi * hi)
+
+
+@triton.jit
+def unit_of_sum(largest, N: tl.constexpr):
+    """Return a power of two and its inverse: N numbers of at most `largest` add up to an int32 in this unit.
+
+    Integers have the same sum in any order, so on any number of threads. N is a power of two.
+    """
+    exponent = tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 30)
+    unit = ((exponent - 29) << 23).to(tl.float32, bitcast=True)
+    inverse = ((283 - exponent) << 23).to(tl.float32, bitcast=True)
+    return unit * N, inverse / N
+
+
+@triton.jit
+def counted(x, inverse):
+    """Return x / unit, rounded, as int32; the inverse of the unit comes from `unit_of_sum`."""
+    return (x * inverse + 0.5).to(tl.int32)
+
+
+@triton.jit
+def from_count(count, unit, largest):
+    """Return a sum of `counted` as fp32, or infinity if the largest number is infinite."""
+    return tl.where(largest < float("inf"), count.to(tl.float32) * unit, largest)
+
+
+@triton.jit
+def weight_halves(norm, dims, real, D: tl.constexpr):
+    """Load the halves [1, H] of a norm's weight [D]."""
+    lo, hi = tl.load(norm + dims, mask=real, other=0.0), tl.load(norm + D // 2 + dims, mask=real, other=0.0)
+    return lo[None, :], hi[None, :]
+
+
+@triton.jit
+def weighted(lo, hi, total, weight, eps, D: tl.constexpr, DTYPE: tl.constexpr):
+    """Return the RMSNorm of vectors lo, hi [M, H] fp32 whose squares add up to `total` [M], rounded to DTYPE.
+
+    `weight` is its halves. As in `qrt.kernels.rmsnorm`, one in fp32 multiplies before anything is rounded.
+    """
+    factor = tl.rsqrt(total / D + eps)[:, None]
+    lo, hi = lo * factor, hi * factor
+    if weight[0].dtype != tl.float32:
+        lo, hi = lo.to(DTYPE).to(tl.float32), hi.to(DTYPE).to(tl.float32)
+    lo, hi = lo * weight[0].to(tl.float32), hi * weight[1].to(tl.float32)
+    return lo.to(DTYPE).to(tl.float32), hi.to(DTYPE).to(tl.float32)
+
+
+@triton.jit
+def normed(lo, hi, weight, eps, D: tl.constexpr, DTYPE: tl.constexpr):
+    """Return the RMSNorm of the vectors lo, hi [M, H] fp32, as `weighted`; the weight is `weight_halves`."""
+    square = squares(lo, hi)
+    largest = tl.max(square, 1)
+    unit, inverse = unit_of_sum(largest, square.shape[1])
+    total = from_count(tl.sum(counted(square, inverse[:, None]), 1), unit, largest)
+    return weighted(lo, hi, total, weight, eps, D, DTYPE)
+
+
+@triton.jit
 def enter_basis(lo, hi, rotation, dims, real, D: tl.constexpr):
     """Do `into_basis` with dots, to 16 bits, for vectors [M, H] fp32 with M at least 8; see `leave_basis`."""
     lo, hi = cross(lo, hi, D)

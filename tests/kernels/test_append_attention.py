@@ -11,6 +11,7 @@ from qrt.kernels.decode_attention.blocks import MEASURED, block_of, measured_blo
 from qrt.kernels.decode_attention.plan import cut
 from qrt.kernels.kv_write import kernel as write_kernel
 from qrt.kernels.kv_write import ref as write_ref
+from qrt.kernels.rmsnorm.ref import rmsnorm
 from qrt.quant.digits import GROUP, Digits
 from qrt.quant.kv import KV_FORMATS
 
@@ -26,8 +27,9 @@ class Step:
     """The newest token of each request: q, k and v of it before RoPE, its slot poisoned."""
 
     def __init__(
-        self, name, lens, Hq, Hkv, D, dtype, device, *, smooth=False, normed=False, first_turns=None
-    ):
+        self, name, lens, Hq, Hkv, D, dtype, device, *, smooth=False, apart=False, norms=None,
+        first_turns=None,
+    ):  # fmt: skip
         gen = torch.Generator().manual_seed(sum(lens) + D)
         self.held = held = cache(name, lens, Hkv, D, dtype, device)
         self.slots = held.slot_table[held.rows.long(), held.kv_lens.long() - 1]
@@ -35,7 +37,7 @@ class Step:
             buffer[self.slots.long()] = torch.nan if buffer.is_floating_point() else -1
         fused = torch.randn(len(lens), (Hq + 2 * Hkv) * D, generator=gen).to(device, dtype) * 1.5
         self.parts = fused.unflatten(1, (-1, D)).split((Hq, Hkv, Hkv), 1)
-        if normed:  # q and k of their own, as behind norms of heads
+        if apart:  # q and k of their own, as behind norms over all heads
             self.parts = self.parts[0].contiguous(), self.parts[1].contiguous(), self.parts[2]
         angles = torch.arange(max(lens))[:, None] * 10000.0 ** (-torch.arange(0, D, 2) / D)
         self.turns, at = None, held.kv_lens.long() - 1
@@ -49,6 +51,9 @@ class Step:
         if smooth and KV_FORMATS[name].rotated:
             self.smoothing = (torch.randn(3, Hkv, D, generator=gen) / 4).to(device)
             self.smoothing[:2].exp_()  # gains
+        self.norms = ()
+        if norms is not None:  # the dtype of their weights
+            self.norms = *(torch.rand(2, D, generator=gen) * 2).to(device, norms), 1e-5
 
     def pad(self, rows):
         """Leave these requests without tokens, like the rows that pad a CUDA graph."""
@@ -59,8 +64,8 @@ class Step:
         """The buffers as `kv_write` leaves them."""
         held, live = self.held, self.held.kv_lens > 0
         parts, buffers = [x[live] for x in self.parts], [x.clone() for x in held.buffers]
-        at = self.turned_at[live].int()
-        write(*parts, self.cos, self.sin, at, self.slots[live], buffers, self.smoothing, held.name)
+        where = self.cos, self.sin, self.turned_at[live].int(), self.slots[live]
+        write(*parts, *where, buffers, self.smoothing, held.name, *self.norms)
         return buffers
 
     def run(self, append, cuts, digits=None):
@@ -72,15 +77,17 @@ class Step:
         append(
             *self.parts, self.cos, self.sin, held.buffers, self.smoothing, held.slot_table, held.rows,
             held.kv_lens, parts, [out] if digits is None else [digits.codes, digits.facts], held.name,
-            q.shape[-1] ** -0.5, turns=self.turns,
+            q.shape[-1] ** -0.5, 0, 0.0, None, None, self.turns, 0, *self.norms,
         )  # fmt: skip
         return out if digits is None else digits
 
     def truth(self):
         """Of requests with tokens, in fp64, from the cache's own K and V."""
         held, (rows,) = self.held, self.held.kv_lens.nonzero(as_tuple=True)
-        at = self.turned_at[rows]
-        q = rope(self.parts[0][rows], self.cos[at], self.sin[at])
+        at, q = self.turned_at[rows], self.parts[0][rows]
+        if self.norms:
+            q = rmsnorm(q, self.norms[0], self.norms[2])
+        q = rope(q, self.cos[at], self.sin[at])
         if self.smoothing is not None:
             gain = self.smoothing[0].double()
             q = (q.unflatten(1, (len(gain), -1)) * gain[:, None]).flatten(1, 2)
@@ -122,8 +129,21 @@ def test_lengths_around_a_tile(device, append, write, name, dtype):
     (3, 1, 80), (16, 1, 64), (7, 7, 96), (14, 2, 128), (4, 2, 256), (6, 2, 80), (8, 2, 128),
 ])  # fmt: skip
 def test_heads_and_head_dims(device, name, Hq, Hkv, D):
-    step = Step(name, [40, 7], Hq, Hkv, D, torch.float16, device, smooth=True, normed=True)
+    step = Step(name, [40, 7], Hq, Hkv, D, torch.float16, device, smooth=True, apart=True)
     check(step, *TRITON, 2)
+
+
+@pytest.mark.ptx(append=[kernel.append_attention], D=[64, 80])
+@BOTH
+@FORMATS
+@pytest.mark.parametrize("dtype, norms", [
+    (torch.float32, torch.float32), (SIXTEEN, SIXTEEN), (SIXTEEN, torch.float32)
+])  # fmt: skip
+@pytest.mark.parametrize("Hq, Hkv, D", [(4, 2, 64), (3, 1, 80), (8, 2, 128), (4, 2, 256)])
+def test_norms_of_heads(device, append, write, name, Hq, Hkv, D, dtype, norms):
+    """K is stored byte for byte as by `kv_write`; fp32 shows the last bit of sums."""
+    step = Step(name, [70, 3, 33], Hq, Hkv, D, dtype, device, smooth=True, norms=norms)
+    check(step, append, write, [2, 1, 1])
 
 
 @pytest.mark.parametrize("requests", [1, 2, 4, 16, 47, 48, 200])
@@ -196,14 +216,22 @@ def test_digits_of_narrow_heads_are_refused(device):
         step.run(kernel.append_attention, 1, Digits.empty(1, 256, 8, device))
 
 
-def test_operator(device):
-    step = Step("int8", [20, 3], 4, 2, 64, torch.float32, device)
+def test_a_norm_of_other_heads_is_refused(device):
+    step = Step("int8", [9], 4, 2, 64, torch.float32, device)
+    step.norms = torch.ones(128, device=device), torch.ones(128, device=device), 1e-5
+    with pytest.raises(ValueError, match=r"q_norm: expected shape \[D\] with D=64, got \[128\]"):
+        step.run(kernel.append_attention, 1)
+
+
+@pytest.mark.parametrize("norms", [None, torch.float32], ids=["bare", "normed"])
+def test_operator(device, norms):
+    step = Step("int8", [20, 3], 4, 2, 64, torch.float32, device, norms=norms)
     check(step, append_attention, (REF if device.type == "cpu" else TRITON)[1], 1)
     held, out = step.held, torch.empty_like(step.parts[0])
     parts = cut(held.rows, held.kv_lens, held.kv_lens, 2)
     args = (
         *step.parts, step.cos, step.sin, held.buffers, None, held.slot_table, held.rows, held.kv_lens, parts,
-        [out], "int8", 0.125,
+        [out], "int8", 0.125, 0, 0.0, None, None, None, 0, *step.norms,
     )  # fmt: skip
     check_operator("append_attention", args)
 
@@ -214,6 +242,7 @@ def test_operator(device):
     ([1100] * 16, 32, 8, 128), ([1, 4096, 64, 65, 1280] * 3, 32, 8, 128),
     ([1 + 97 * i for i in range(47)], 28, 4, 128), ([300] * 9, 20, 20, 80), ([2048] * 5, 16, 2, 256),
 ])  # fmt: skip
-def test_sizes_of_users(device, name, lens, Hq, Hkv, D):
-    step = Step(name, lens, Hq, Hkv, D, torch.bfloat16, device)
+@pytest.mark.parametrize("norms", [None, torch.bfloat16], ids=["bare", "normed"])
+def test_sizes_of_users(device, name, lens, Hq, Hkv, D, norms):
+    step = Step(name, lens, Hq, Hkv, D, torch.bfloat16, device, norms=norms)
     check(step, *TRITON, 4)

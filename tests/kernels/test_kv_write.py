@@ -5,7 +5,10 @@ import torch
 from attention_truth import DTYPES, far_slot, rope, to_basis
 from operators import check_operator
 
+from backends import COMPILED
 from qrt.kernels.kv_write import kernel, many_kernel, ref
+from qrt.kernels.rmsnorm import kernel as rmsnorm_kernel
+from qrt.kernels.rmsnorm import ref as rmsnorm_ref
 from qrt.quant.kv import KV_FORMATS
 
 BOTH = pytest.mark.parametrize("write", [ref.kv_write, kernel.kv_write], ids=["ref", "triton"])
@@ -15,7 +18,7 @@ ROUNDING = {torch.float32: 2e-6, torch.float16: 2**-10, torch.bfloat16: 2**-7}
 class Step:
     """q, k, v of T tokens in one fused buffer, at scattered positions, for scattered slots."""
 
-    def __init__(self, name, T, Hq, Hkv, D, dtype, device, slots=64, smooth=True):
+    def __init__(self, name, T, Hq, Hkv, D, dtype, device, slots=64, smooth=True, normed=None):
         gen = torch.Generator().manual_seed(T + D)
         self.name, self.heads, self.D = name, (Hq, Hkv, Hkv), D
         self.x = (torch.randn(T, (Hq + 2 * Hkv) * D, generator=gen) * 2).to(device, dtype)
@@ -26,6 +29,9 @@ class Step:
         self.smoothing = (torch.randn(3, Hkv, D, generator=gen) / 4).to(device) if smooth else None
         if smooth:
             self.smoothing[:2].exp_()  # gains
+        self.norms = ()
+        if normed is not None:  # the dtype of their weights
+            self.norms = *(torch.rand(2, D, generator=gen) * 2).to(device, normed), 1e-5
         self.specs = KV_FORMATS[name].buffers(slots, Hkv, D, dtype).values()
 
     def parts(self, x):
@@ -37,7 +43,7 @@ class Step:
         kv = [spec.zeros(x.device) for spec in self.specs]
         for buffer in kv:
             buffer.view(torch.uint8).fill_(0x5A)
-        write(*self.parts(x), *self.where(some)[:3], slots, kv, self.smoothing, self.name)
+        write(*self.parts(x), *self.where(some)[:3], slots, kv, self.smoothing, self.name, *self.norms)
         return x, kv
 
     def where(self, some=slice(None)):
@@ -47,12 +53,19 @@ class Step:
         """q, k, v in the basis of the cache, fp64."""
         cos, sin = self.cos[self.positions.long()], self.sin[self.positions.long()]
         q, k, v = self.parts(self.x)
+        if self.norms:
+            q, k = (_normal(x, weight, self.norms[2]) for x, weight in zip((q, k), self.norms, strict=False))
         q, k = rope(q, cos, sin), rope(k, cos, sin)
         if self.smoothing is not None:
             q_gain, k_gain, shift = self.smoothing.double()
             q = (q.unflatten(1, (len(shift), -1)) * q_gain[:, None]).flatten(1, 2)
             k = k * k_gain - shift
         return [to_basis(self.name, y) for y in (q, k, v)]
+
+
+def _normal(x, weight, eps):
+    x = x.double()
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()
 
 
 @pytest.mark.ptx(dtype=[torch.bfloat16], write=[kernel.kv_write], D=[64, 80])
@@ -94,14 +107,62 @@ def test_other_head_dims(device, name, D):
         assert (got != want).float().mean() < 3e-2
 
 
+@pytest.mark.ptx(
+    dtype=[torch.bfloat16], write=[kernel.kv_write], name=["fp16", "int8"], D=[64, 80], weight=[torch.float32]
+)
 @BOTH
+@pytest.mark.parametrize("dtype, weight", [
+    (torch.float32, torch.float32), (torch.float16, torch.float16), (torch.float16, torch.float32),
+    *[(torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)] * COMPILED,
+])  # fmt: skip
+@pytest.mark.parametrize("D", [64, 80, 128, 256])
 @pytest.mark.parametrize("name", KV_FORMATS)
-def test_bytes_depend_on_the_token_alone(device, write, name, monkeypatch):
-    """Prefilled with others or decoded by itself, here or there: the same bits."""
+def test_norms_are_those_of_rmsnorm(device, write, name, D, dtype, weight):
+    """The same bytes as with norms before it, of numbers whose squares add up exactly in any order."""
+    step = Step(name, 5, 4, 2, D, dtype, device, normed=weight)
+    step.x = (step.x * 8).round() / 8
+    (x, kv), (q_norm, k_norm, eps) = step.run(write), step.norms
+    rmsnorm = rmsnorm_ref.rmsnorm if write is ref.kv_write else rmsnorm_kernel.rmsnorm
+
+    def write_behind_norms(q, k, *others):
+        q.copy_(rmsnorm(q, q_norm, eps))
+        k.copy_(rmsnorm(k, k_norm, eps))
+        write(q, k, *others)
+
+    step.norms = ()
+    wanted, cache = step.run(write_behind_norms)
+    assert torch.equal(x, wanted)
+    assert all(torch.equal(a, b) for a, b in zip(kv, cache, strict=True))
+
+
+@pytest.mark.ptx(write=[kernel.kv_write], D=[80])
+@BOTH
+@pytest.mark.parametrize("D", [64, 80, 256])
+def test_norms_of_small_and_large_values(device, write, D):
+    """Also of nothing, of one large value among small ones, and where squares are infinite."""
+    step = Step("fp16", 6, 4, 2, D, torch.float32, device, smooth=False, normed=torch.float32)
+    step.x *= torch.tensor([0.0, 1e-19, 1e-3, 1.0, 1e15, 1e25], device=device)[:, None]
+    step.x[3, ::D] = 3e4
+    (x, _), q_and_k = step.run(write), step.heads[0] + step.heads[1]
+    want = torch.cat(step.truth(), 1)[:, :q_and_k]
+    want[5] = 0.0  # 1 / infinity
+    got = x.unflatten(-1, (-1, D))[:, :q_and_k].double()
+    assert ((got - want).abs() <= 2e-6 * want.abs().amax(-1, keepdim=True)).all()
+
+
+@pytest.mark.ptx(write=[kernel.kv_write], name=["fp16", "int8"], normed=[torch.float32])
+@BOTH
+@pytest.mark.parametrize("normed", [None, torch.float32], ids=["bare", "normed"])
+@pytest.mark.parametrize("name", KV_FORMATS)
+def test_bytes_depend_on_the_token_alone(device, write, name, normed, monkeypatch):
+    """Prefilled with others or decoded by itself, here or there: the same bits.
+
+    fp32 shows the last bit of the norms' sums.
+    """
     monkeypatch.setattr(kernel, "FEW_TOKENS", 8)  # other programs for 21 tokens than for 1
     if write is ref.kv_write:
         device = torch.device("cpu")  # cuBLAS sums in another order for another batch
-    step = Step(name, 21, 2, 2, 64, torch.float16, device)
+    step = Step(name, 21, 2, 2, 64, normed or torch.float16, device, normed=normed)
     x, kv = step.run(write)
     where = step.slots.long()
     for i in (0, 7, 20):
@@ -113,14 +174,19 @@ def test_bytes_depend_on_the_token_alone(device, write, name, monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.ptx(D=[128])
+@pytest.mark.ptx(D=[64], normed=[torch.float32], alone=[True], name=["int8"])
 @pytest.mark.parametrize("alone", [True, False])
-@pytest.mark.parametrize("dtype, Hq, Hkv, D, smooth", [
-    (torch.bfloat16, 4, 2, 128, True), (torch.float32, 7, 1, 64, True), (torch.float16, 3, 3, 64, False),
+@pytest.mark.parametrize("dtype, Hq, Hkv, D, smooth, normed", [
+    (torch.bfloat16, 4, 2, 128, True, None), (torch.float32, 7, 1, 64, True, None),
+    (torch.float16, 3, 3, 64, False, None), (torch.float32, 4, 2, 128, True, torch.bfloat16),
+    (torch.bfloat16, 4, 2, 64, False, torch.bfloat16), (torch.float32, 7, 1, 64, True, torch.float32),
 ])  # fmt: skip
 @pytest.mark.parametrize("name", ["int8", "int4", "k8v4"])
-def test_many_tokens_get_the_bytes_of_few(device, name, dtype, Hq, Hkv, D, smooth, alone, monkeypatch):
+def test_many_tokens_get_the_bytes_of_few(
+    device, name, dtype, Hq, Hkv, D, smooth, normed, alone, monkeypatch
+):  # fmt: skip
     """Whether a program takes all heads of its tokens or some."""
-    step = Step(name, 19, Hq, Hkv, D, dtype, device, smooth=smooth)
+    step = Step(name, 19, Hq, Hkv, D, dtype, device, smooth=smooth, normed=normed)
     x, kv = step.run(kernel.kv_write)
     monkeypatch.setattr(kernel, "FEW_TOKENS", 0)
     monkeypatch.setattr(many_kernel, "WARPS_PER_SM", 0 if alone else 1000)
@@ -190,19 +256,34 @@ def test_smoothing_of_another_model_is_refused(device):
         kernel.kv_write(*step.parts(step.x), *step.where(), kv, step.smoothing[:, :1], "int8")
 
 
-def test_operator(device):
+@pytest.mark.parametrize("norms, message", [
+    ((torch.ones(64), None), "k_norm: expected a weight beside q_norm, got None"),
+    ((None, torch.ones(64)), "q_norm: expected a weight beside k_norm, got None"),
+    ((torch.ones(128), torch.ones(128)), r"q_norm: expected shape \[D\] with D=64, got \[128\]"),
+    ((torch.ones(64), torch.ones(64).half()), "k_norm: expected dtype torch.float32, got torch.float16"),
+])  # fmt: skip
+def test_norms_that_do_not_suit_are_refused(device, norms, message):
+    step = Step("int8", 2, 2, 2, 64, torch.float32, device)
+    step.norms = *norms, 1e-5
+    with pytest.raises(ValueError, match=message):
+        step.run(kernel.kv_write)
+
+
+@pytest.mark.parametrize("normed", [None, torch.float32], ids=["bare", "normed"])
+def test_operator(device, normed):
     """Registered with its true mutations: torch's own check."""
-    step = Step("int4", 3, 2, 1, 64, torch.float32, device)
+    step = Step("int4", 3, 2, 1, 64, torch.float32, device, normed=normed)
     kv = [spec.zeros(device) for spec in step.specs]
     args = (*(y.clone() for y in step.parts(step.x)), *step.where(), kv, step.smoothing)
-    check_operator("kv_write", (*args, "int4"))
+    check_operator("kv_write", (*args, "int4", *step.norms))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", KV_FORMATS)
 @pytest.mark.parametrize("D", [64, 80, 96, 128, 256])
-def test_a_prefill_of_8192_tokens(device, name, D):
-    step = Step(name, 8192, 32, 8, D, torch.bfloat16, device, slots=10000)
+@pytest.mark.parametrize("normed", [None, torch.bfloat16], ids=["bare", "normed"])
+def test_a_prefill_of_8192_tokens(device, name, D, normed):
+    step = Step(name, 8192, 32, 8, D, torch.bfloat16, device, slots=10000, normed=normed)
     (x, kv), (x_ref, kv_ref) = step.run(kernel.kv_write), step.run(ref.kv_write)
     torch.testing.assert_close(x, x_ref, atol=2e-5, rtol=2 * ROUNDING[torch.bfloat16])
     for got, want in zip(kv, kv_ref, strict=True):

@@ -31,14 +31,17 @@ from qrt.kernels.device import (
     into_basis,
     leave_basis,
     load_halves,
+    normed,
     online_softmax,
     rope,
     signs,
     store_halves,
     token_stride,
+    weight_halves,
     with_sink,
 )
 from qrt.kernels.gpu import overlaps
+from qrt.kernels.head_norms import checked
 from qrt.kernels.launch import variant
 from qrt.kernels.scores import LOG2_E, Scores
 from qrt.kernels.sizes import next_power_of_2
@@ -146,7 +149,7 @@ def _turned(lo, hi, angles):
 
 @triton.jit
 def _store_new(
-    new, smoothing, angles, request, slot, kv_head, buffers, rotation, dims, real,
+    new, norms, smoothing, angles, request, slot, kv_head, buffers, rotation, dims, real,
     HKV: tl.constexpr, D: tl.constexpr, FMT: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     """Store the newest token's K and V of the KV heads, the rows of a tile, as `kv_write` does."""
@@ -156,7 +159,11 @@ def _store_new(
     rows = tl.where(which == 0, new[0] + request * new[4], new[1] + request * new[5]) + head * D
     lo, hi = load_halves(rows, every, dims, real, D)
     lo, hi = lo.to(tl.float32), hi.to(tl.float32)
-    k_lo, k_hi = _turned(lo, hi, angles)
+    k_lo, k_hi = lo, hi
+    if norms is not None:
+        weight = weight_halves(norms[1], dims, real, D)
+        k_lo, k_hi = normed(lo, hi, weight, norms[2], D, new[0].dtype.element_ty)
+    k_lo, k_hi = _turned(k_lo, k_hi, angles)
     if smoothing is not None:
         gains = smoothing + (HKV + head) * D
         g_lo, g_hi = load_halves(gains, every, dims, real, D)
@@ -171,18 +178,21 @@ def _store_new(
 
 @triton.jit
 def _query(
-    queries, angles, smoothing, kv_head, live, dims, real, rotation, scale,
+    queries, norms, angles, smoothing, kv_head, live, dims, real, rotation, scale,
     D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, FMT: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     """Load the queries at pointers `queries` [M] in the form that the format's `scores` takes.
 
-    If there are angles, turn and smooth the queries first as `kv_write` does, except that they enter the
-    basis in 16 bits.
+    If there are angles, normalize, turn and smooth the queries first as `kv_write` does, except that they
+    enter the basis in 16 bits.
     """
     lo, hi = load_halves(queries, live, dims, real, D)
     if angles is not None:
         dtype: tl.constexpr = lo.dtype
-        lo, hi = _turned(lo.to(tl.float32), hi.to(tl.float32), angles)
+        lo, hi = lo.to(tl.float32), hi.to(tl.float32)
+        if norms is not None:
+            lo, hi = normed(lo, hi, weight_halves(norms[0], dims, real, D), norms[2], D, dtype)
+        lo, hi = _turned(lo, hi, angles)
         if smoothing is not None:
             gains = smoothing + (kv_head + tl.arange(0, M) // (M // TOGETHER)) * D
             g_lo, g_hi = load_halves(gains, live, dims, real, D)
@@ -213,7 +223,7 @@ def _store_result(
 @triton.jit
 def _attend_kernel(  # noqa: C901 -- its branches are constants, or shared by all threads
     q, buffers, slot_table, parts, partial, lse, arrivals, rotation, out, scale, stride_q, stride_table,
-    new, turns, smoothing, kv_lens, facts, softcap, slopes, sinks,
+    new, turns, norms, smoothing, kv_lens, facts, softcap, slopes, sinks,
     G: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, H: tl.constexpr, M: tl.constexpr,
     TILE: tl.constexpr, FMT: tl.constexpr, STAGES: tl.constexpr, FIELDS: tl.constexpr,
     MERGED: tl.constexpr, FAN: tl.constexpr, TOGETHER: tl.constexpr, AHEAD: tl.constexpr,
@@ -222,9 +232,10 @@ def _attend_kernel(  # noqa: C901 -- its branches are constants, or shared by al
     """Grid (Hkv / TOGETHER, P).
 
     partial [P, Hq, D] and lse [P, Hq] take normalized parts. `new` is k, v, cos, sin and the strides of k and
-    v, or None if the cache already holds the last token; `turns` are rows of cos and sin, or None. softcap is
-    in base 2, slopes and sinks are not; each may be None. NEWEST says that the kernel before writes no tokens
-    but the last. With ROOM above 0, out and facts are the tensors of `Digits`.
+    v, or None if the cache already holds the last token. `turns` are rows of cos and sin, or None. `norms` is
+    from `head_norms.checked`. softcap is in base 2, slopes and sinks are not; each may be None. NEWEST says
+    that the kernel before writes no tokens but the last. With ROOM above 0, out and facts are the tensors of
+    `Digits`.
     """
     EARLY: tl.constexpr = launch_pdl and ROOM > 0
     if EARLY:  # the kernel that reads Digits requests its weights before it waits
@@ -258,14 +269,14 @@ def _attend_kernel(  # noqa: C901 -- its branches are constants, or shared by al
         if is_last:
             slot = tl.load(slot_table + table_row * stride_table + position)
             _store_new(
-                new, smoothing, angles, request.to(tl.int64), slot, kv_head, buffers, rotation, dims, real,
-                HKV, D, FMT, TOGETHER,
+                new, norms, smoothing, angles, request.to(tl.int64), slot, kv_head, buffers, rotation,
+                dims, real, HKV, D, FMT, TOGETHER,
             )  # fmt: skip
     queries = q + request.to(tl.int64) * stride_q + head * D
     if AHEAD == 0:
         query = _query(
-            queries, angles, smoothing, kv_head, live, dims, real, rotation, scale, D, M, 1, FMT,
-            TOGETHER,
+            queries, norms, angles, smoothing, kv_head, live, dims, real, rotation, scale,
+            D, M, 1, FMT, TOGETHER,
         )  # fmt: skip
     else:
         nothing = tl.zeros([M, H], q.dtype.element_ty)
@@ -287,8 +298,8 @@ def _attend_kernel(  # noqa: C901 -- its branches are constants, or shared by al
                 if launch_pdl:
                     gdc_wait()
                 query = _query(
-                    queries, angles, smoothing, kv_head, live, dims, real, rotation, scale, D, M, TILE,
-                    FMT, TOGETHER,
+                    queries, norms, angles, smoothing, kv_head, live, dims, real, rotation, scale,
+                    D, M, TILE, FMT, TOGETHER,
                 )  # fmt: skip
         if slopes is not None:
             far = (first + tl.arange(0, TILE) - newest).to(tl.float32)
@@ -341,7 +352,7 @@ def decode_attention(
     B, Hq, D = q.shape
     expect(out, "B Hq D", q.dtype, "out", B=B, Hq=Hq, D=D)
     rule = Scores(scale, window, softcap=softcap, slopes=slopes, sinks=sinks)
-    _launch(q, None, None, None, kv, slot_table, rows, kv_lens, parts, [out], format, rule, newest)
+    _launch(q, None, None, None, None, kv, slot_table, rows, kv_lens, parts, [out], format, rule, newest)
 
 
 def append_attention(
@@ -365,6 +376,9 @@ def append_attention(
     sinks: Tensor | None = None,
     turns: Tensor | None = None,
     segment: int = 0,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 0.0,
 ) -> None:
     """See the package's docstring."""
     refuse_others(format)
@@ -377,13 +391,15 @@ def append_attention(
         expect(turns, "B", torch.int32, "turns", B=B)
     new = k, v, cos, sin, token_stride(k, "k"), token_stride(v, "v")
     rule = Scores(scale, window, softcap=softcap, slopes=slopes, sinks=sinks)
-    _launch(q, new, turns, smoothing, kv, slot_table, rows, kv_lens, parts, out, format, rule, True)
+    norms = checked(q_norm, k_norm, eps, D)
+    _launch(q, new, turns, norms, smoothing, kv, slot_table, rows, kv_lens, parts, out, format, rule, True)
 
 
 def _launch(
     q: Tensor,
     new: tuple[Any, ...] | None,
     turns: Tensor | None,
+    norms: tuple[Tensor, Tensor, float] | None,
     smoothing: Tensor | None,
     kv: Sequence[Tensor],
     slot_table: Tensor,
@@ -395,7 +411,7 @@ def _launch(
     rule: Scores,
     newest: bool,
 ) -> None:
-    """Launch the kernel, which takes `new` and `turns`; out is [out] or the codes and facts of `Digits`."""
+    """Launch the kernel, which takes `new`, `turns` and `norms`; out is [out] or the tensors of `Digits`."""
     B, Hq, D = expect(q, "B Hq D", name="q").values()
     Hkv = kv[0].shape[1]
     for name, lens in {"rows": rows, "kv_lens": kv_lens}.items():
@@ -427,5 +443,6 @@ def _launch(
         (Hkv // block.heads, P), q, tuple(kv), slot_table, parts, partial, lse,
         _arrivals(next_power_of_2(P * Hkv), q.device), signs(D, q.device) if fmt.rotated else None,
         result, rule.scale * LOG2_E, token_stride(q, "q"), slot_table.stride(0), new, turns,
-        smoothing, kv_lens, facts, rule.softcap * LOG2_E or None, rule.slopes, rule.sinks,
+        norms, smoothing, kv_lens, facts, rule.softcap * LOG2_E or None, rule.slopes,
+        rule.sinks,
     )  # fmt: skip

@@ -85,6 +85,9 @@ def append_attention(
     sinks: Tensor | None = None,
     turns: Tensor | None = None,
     segment: int = 0,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 0.0,
 ) -> None:
     """See the package's docstring."""
     refuse_others(format)
@@ -92,8 +95,8 @@ def append_attention(
     positions = kv_lens[live].long() - 1
     angles = positions if turns is None else turns[live].long()
     slots = slot_table[rows[live].long(), positions].long()
-    queries = q[live]
-    kv_write(queries, k[live], v[live], cos, sin, angles, slots, kv, smoothing, format)
+    queries, norms = q[live], (q_norm, k_norm, eps)
+    kv_write(queries, k[live], v[live], cos, sin, angles, slots, kv, smoothing, format, *norms)
     turned = q.clone()
     turned[live] = queries
     attended = out[0] if len(out) == 1 else torch.empty(q.shape, dtype=q.dtype, device=q.device)

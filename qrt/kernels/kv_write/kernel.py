@@ -18,12 +18,15 @@ from qrt.kernels.device import (
     half_width,
     into_basis,
     load_halves,
+    normed,
     rope,
     signs,
     store_halves,
     token_stride,
+    weight_halves,
 )
 from qrt.kernels.gpu import multiprocessors, overlaps
+from qrt.kernels.head_norms import checked
 from qrt.kernels.kv_write.many_kernel import fits, kv_write_many
 from qrt.kernels.launch import variant
 from qrt.kernels.sizes import cdiv
@@ -47,7 +50,7 @@ def _pair(lo, hi, wanted, dims, real, D: tl.constexpr):
 
 @triton.jit(do_not_specialize=["tokens"])
 def _kv_write_kernel(
-    q, k, v, cos, sin, positions, slots, buffers, smoothing, rotation, tokens,
+    q, k, v, cos, sin, positions, slots, buffers, smoothing, rotation, norms, tokens,
     stride_q, stride_k, stride_v,
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, H: tl.constexpr, M: tl.constexpr,
     FMT: tl.constexpr, launch_pdl: tl.constexpr,
@@ -64,6 +67,8 @@ def _kv_write_kernel(
     token, head = tl.where(is_q, row // HQ, row // HKV), tl.where(is_q, row % HQ, row % HKV)
     live = token < tokens
     dims, real = part_columns(D, FMT.parts, H)
+    if norms is not None:
+        weight = weight_halves(tl.where(is_q, norms[0], norms[1]), dims, real, D)
     after_previous(launch_pdl)
     rows = x + token.to(tl.int64) * stride + head * D
     turned = live & (is_v == 0)
@@ -78,6 +83,8 @@ def _kv_write_kernel(
 
     lo, hi = lo.to(tl.float32), hi.to(tl.float32)
     if is_v == 0:
+        if norms is not None:
+            lo, hi = normed(lo, hi, weight, norms[2], D, q.dtype.element_ty)
         lo, hi = rope(lo, hi, c, s)
         if smoothing is not None:
             lo, hi = tl.fma(lo, g_lo, -s_lo), tl.fma(hi, g_hi, -s_hi)
@@ -100,6 +107,9 @@ def kv_write(
     kv: Sequence[Tensor],
     smoothing: Tensor | None,
     format: str,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 0.0,
 ) -> None:
     """See the package's docstring."""
     T, Hq, D = expect(q, "T Hq D", name="q").values()
@@ -107,11 +117,12 @@ def kv_write(
     expect(v, "T Hkv D", q.dtype, "v", T=T, Hkv=Hkv, D=D)
     if smoothing is not None:
         expect(smoothing, "3 Hkv D", torch.float32, "smoothing", Hkv=Hkv, D=D)
+    norms = checked(q_norm, k_norm, eps, D)
     if T == 0:
         return
     fmt = KV_FORMATS[format]
     if T > FEW_TOKENS and fits(fmt, D):
-        kv_write_many(q, k, v, cos, sin, positions, slots, kv, smoothing, fmt)
+        kv_write_many(q, k, v, cos, sin, positions, slots, kv, smoothing, fmt, norms)
         return
     device: KVDevice = fmt.device
     H = half_width(D, device.parts)
@@ -125,6 +136,6 @@ def kv_write(
     )  # fmt: skip
     kernel.launch(
         grid, q, k, v, cos, sin, positions, slots, tuple(kv), smoothing,
-        signs(D, q.device) if fmt.rotated else None, T,
+        signs(D, q.device) if fmt.rotated else None, norms, T,
         token_stride(q, "q"), token_stride(k, "k"), token_stride(v, "v"),
     )  # fmt: skip

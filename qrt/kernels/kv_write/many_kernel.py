@@ -20,13 +20,25 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from qrt.kernels.device import after_previous, cross, rope, signs, sums_and_differences, token_stride
+from qrt.kernels.device import (
+    after_previous,
+    counted,
+    cross,
+    from_count,
+    rope,
+    signs,
+    squares,
+    sums_and_differences,
+    token_stride,
+    unit_of_sum,
+    weighted,
+)
 from qrt.kernels.gpu import multiprocessors, overlaps
 from qrt.kernels.launch import variant
 from qrt.kernels.sizes import cdiv
 from qrt.quant.kv import KVFormat
 from qrt.quant.kv.device import ASM
-from qrt.quant.kv.many.device import exchanged, has_bit
+from qrt.quant.kv.many.device import exchanged, has_bit, largest
 from qrt.quant.kv.planes import PlaneFormat
 
 HEAD_DIMS = (64, 128)  # the factor of their half vectors is a power of two, so it is exact at any step
@@ -55,6 +67,22 @@ def _hadamard(x, LANES: gl.constexpr, ROWS: gl.constexpr):
             sign = gl.where(has_bit(1 << i, x.shape[0], ROWS), -1.0, 1.0)
             x = gl.fma(x, sign, exchanged(x, 1 << i))
     return gl.convert_layout(sums_and_differences(x, RUN), ROWS, assert_trivial=True)
+
+
+@gluon.jit
+def _normed(
+    lo, hi, norm, eps, dims, D: gl.constexpr, DTYPE: gl.constexpr, LANES: gl.constexpr
+):  # fmt: skip
+    """Do `device.normed` on half vectors [threads, 16], with the weight at `norm`."""
+    square = squares(lo, hi)
+    most = largest(square, LANES)
+    unit, inverse = unit_of_sum(most, D // 2)
+    count = gl.sum(counted(square, gl.expand_dims(inverse, 1)), 1)
+    for i in gl.static_range(2):
+        if 1 << i < LANES:
+            count += exchanged(count, 1 << i)
+    total = from_count(count, unit, most)
+    return weighted(lo, hi, total, _pair(norm + dims, D), eps, D, DTYPE)
 
 
 @gluon.jit
@@ -105,7 +133,7 @@ def _pair(at, D: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["tokens"])
 def _kv_write_many(
-    q, k, v, cos, sin, positions, slots, buffers, smoothing, signs, tokens,
+    q, k, v, cos, sin, positions, slots, buffers, smoothing, signs, norms, tokens,
     stride_q, stride_k, stride_v,
     HQ: gl.constexpr, HKV: gl.constexpr, D: gl.constexpr, K_BITS: gl.constexpr, V_BITS: gl.constexpr,
     ENCODE_K: gl.constexpr, ENCODE_V: gl.constexpr, SAME: gl.constexpr, G: gl.constexpr, STEPS: gl.constexpr,
@@ -141,6 +169,9 @@ def _kv_write_many(
             sign = gl.load(signs + dims)  # loaded again, since keeping it would take registers
             lo, hi = lo * sign, hi * sign
         else:
+            if norms is not None:
+                norm = gl.where(is_q, norms[0], norms[1])
+                lo, hi = _normed(lo, hi, norm, norms[2], dims, D, q.dtype.element_ty, LANES)
             lo, hi = rope(lo, hi, c, s)
             if smoothing is not None:  # rows: gains of q, gains of k, shifts of k
                 head = gl.where(is_q, (step * G + own) // (HQ // HKV), HKV - HQ + step * G + own)
@@ -207,6 +238,7 @@ def kv_write_many(
     kv: Sequence[Tensor],
     smoothing: Tensor | None,
     fmt: Any,
+    norms: tuple[Tensor, Tensor, float] | None,
 ) -> None:
     """See the package's docstring; the format must be one that `fits`."""
     (T, Hq, D), Hkv = q.shape, k.shape[1]
@@ -224,6 +256,7 @@ def kv_write_many(
         launch_pdl=overlaps(q.device) and math.prod(grid) <= OVERLAPPED_PER_SM * sms,
     )  # fmt: skip
     kernel.launch(
-        grid, q, k, v, cos, sin, positions, slots, tuple(kv), smoothing, _scaled_signs(D, q.device), T,
+        grid, q, k, v, cos, sin, positions, slots, tuple(kv), smoothing, _scaled_signs(D, q.device),
+        norms, T,
         token_stride(q, "q"), token_stride(k, "k"), token_stride(v, "v"),
     )  # fmt: skip

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from qrt.kernels.rmsnorm.ref import rmsnorm
 from qrt.quant.kv import KV_FORMATS
 
 
@@ -21,11 +22,16 @@ def kv_write(
     kv: Sequence[Tensor],
     smoothing: Tensor | None,
     format: str,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 0.0,
 ) -> None:
     """See the package's docstring."""
     fmt = KV_FORMATS[format]
     c, s = cos[positions][:, None], sin[positions][:, None]
-    turned_q, turned_k = _rope(q, c, s), _rope(k, c, s)
+    normal_q = q if q_norm is None else rmsnorm(q, q_norm, eps)
+    normal_k = k if k_norm is None else rmsnorm(k, k_norm, eps)
+    turned_q, turned_k = _rope(normal_q, c, s), _rope(normal_k, c, s)
     if smoothing is not None:
         q_gain, k_gain, shift = smoothing
         turned_q = turned_q * q_gain.repeat_interleave(q.shape[1] // k.shape[1], 0)
