@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from qrt.kernels.decode_attention import append_attention, decode_attention
+from qrt.kernels.head_norms import HeadNorms
 from qrt.kernels.kv_write import kv_write
 from qrt.kernels.prefill_attention import prefill_attention
 from qrt.kernels.scores import Scores
@@ -34,12 +35,23 @@ def _first_rows(count: int, device: torch.device) -> Tensor:
     return torch.zeros(count, dtype=torch.int32, device=device)
 
 
-def store(q: Tensor, k: Tensor, v: Tensor, rope: tuple[Tensor, Tensor], step: StepMeta, kv: KVLayer) -> None:
-    """Apply RoPE to q and k, turn q, k and v into the cache's basis in place, store k and v (`kv_write`)."""
+def store(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    norms: HeadNorms | None,
+    rope: tuple[Tensor, Tensor],
+    step: StepMeta,
+    kv: KVLayer,
+) -> None:
+    """Apply norms and RoPE to q and k, turn q, k and v into the cache's basis, store k and v (`kv_write`).
+
+    All changes q, k and v in place.
+    """
     rows = _turns(rope, step)
     rows = step.positions if rows is None else rows
     slots = step.places(kv.group).slots
-    kv_write(q, k, v, *rope, rows, slots, kv.buffers, kv.smoothing, kv.format)
+    kv_write(q, k, v, *rope, rows, slots, kv.buffers, kv.smoothing, kv.format, *(norms or ()))
 
 
 def attend_decodes(q: Tensor, step: StepMeta, kv: KVLayer, out: Tensor, scores: Scores) -> None:
@@ -96,6 +108,7 @@ def append(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    norms: HeadNorms | None,
     rope: tuple[Tensor, Tensor],
     step: StepMeta,
     kv: KVLayer,
@@ -128,4 +141,5 @@ def append(
         scores.sinks,
         _turns(rope, step),
         scores.segment,
+        *(norms or ()),
     )

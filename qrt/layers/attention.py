@@ -1,7 +1,7 @@
 """Self-attention over the token-granular KV cache: store K and V, attend.
 
-This is the only layer that touches the cache. `kv_write` turns queries, and K and V on their way to the
-cache, into the basis of the KV format; the attention operators return to the model's basis.
+This is the only layer that touches the cache. `kv_write` normalizes heads and turns queries, and K and V on
+their way to the cache, into the basis of the KV format. The attention operators return to the model's basis.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from torch import Tensor
 
 from qrt.kernels.attention import attend_chunks, attend_decodes, store
 from qrt.kernels.gpu import aside, together
+from qrt.kernels.head_norms import HeadNorms
 from qrt.kernels.scores import Scores
 from qrt.kernels.step import KVLayer, StepMeta
 from qrt.layers.linear import Linear
-from qrt.layers.norm import NormLayer, WholeNorm
+from qrt.layers.norm import NormLayer, RMSNorm, WholeNorm
 from qrt.layers.rope import RopeTables, turn
 
 HeadNorm = NormLayer | WholeNorm
@@ -46,6 +47,23 @@ class Heads:
     clip: float | None = None
     q_scale: Tensor | None = None
 
+    def normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the norms of q and k."""
+        if self.q_norm is None or self.k_norm is None:
+            return q, k
+        return self.q_norm(q), self.k_norm(k)
+
+    def before_rope(self) -> HeadNorms | None:
+        """Return the norms if RoPE comes right behind them and kernels do both at once, else None."""
+        q, k = self.q_norm, self.k_norm
+        if self.turned_first is not None or self.clip is not None or self.q_scale is not None:
+            return None
+        if type(q) is not RMSNorm or type(k) is not RMSNorm:  # a subclass computes something else
+            return None
+        if (q.eps, q.weight.dtype) != (k.eps, k.weight.dtype):
+            return None
+        return HeadNorms(q.weight, k.weight, q.eps)
+
 
 class Attention:
     """Grouped-query attention: query head h reads KV head h // (Hq/Hkv).
@@ -61,21 +79,29 @@ class Attention:
         self.qkv_heads = (heads.num_heads, heads.num_kv_heads, heads.num_kv_heads)
         self.head_dim = heads.dim
         self.scores = heads.scores
+        self.norms = heads.before_rope()  # `attend` does them
 
     def __call__(self, x: Tensor, step: StepMeta, kv: KVLayer, rope: RopeTables) -> Tensor:
         """x [T, H] -> [T, H]; writes K and V of the step's tokens into `kv`."""
-        q, k, v = self.heads(self.qkv(x), step)
+        q, k, v = self.parts(self.qkv(x), step)
         return self.o(self.attend(q, k, v, step, kv, rope))
 
     def heads(self, qkv: Tensor, step: StepMeta) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q [T, Hq, D], k and v [T, Hkv, D] of the step's tokens, as they enter the cache."""
+        """Return q [T, Hq, D], k and v [T, Hkv, D] of the step's tokens, as RoPE takes them."""
+        q, k, v = self.parts(qkv, step)
+        if self.norms is not None:
+            q, k = self.spec.normed(q, k)
+        return q, k, v
+
+    def parts(self, qkv: Tensor, step: StepMeta) -> tuple[Tensor, Tensor, Tensor]:
+        """Return `heads` without the norms that `attend` does."""
         own = self.spec
         q, k, v = qkv.unflatten(-1, (-1, self.head_dim)).split(self.qkv_heads, dim=1)
         if own.turned_first is not None:
             rows = step.positions if step.turns is None else step.turns
             q, k = turn(q, own.turned_first, rows), turn(k, own.turned_first, rows)
-        if own.q_norm is not None and own.k_norm is not None:
-            q, k = own.q_norm(q), own.k_norm(k)
+        if self.norms is None:
+            q, k = own.normed(q, k)
         if own.clip is not None:
             q, k, v = (part.clamp(-own.clip, own.clip) for part in (q, k, v))
         if own.q_scale is not None:
@@ -93,10 +119,11 @@ class Attention:
     ) -> Tensor:
         """Store K and V, and return what each head attends, [T, Hq*D]; changes q, k and v in place.
 
-        The first `num_decodes` tokens attend the cache, those of chunks prefix and chunk. Where there are
-        both, they run side by side: the former wait for memory, the latter for products.
+        They are from `parts`. The first `num_decodes` tokens attend the cache, those of chunks prefix and
+        chunk. Where there are both, they run side by side: the former wait for memory, the latter for
+        products.
         """
-        store(q, k, v, rope, step, kv)
+        store(q, k, v, self.norms, rope, step, kv)
         out = step.attended
         if out is None:
             out = torch.empty(q.shape, dtype=q.dtype, device=q.device)

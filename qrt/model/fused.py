@@ -3,7 +3,7 @@
 Every fusion stands here, and the plain layers know of none:
 
     embed and norm    the first norm is taken as the rows of the embedding are copied
-    append            RoPE, the store of K and V, and the attention of few decodes are one launch
+    append            norms of heads, RoPE, the store of K and V and the attention of few decodes: one launch
     split sums        an int8 product of few tokens hands the sums of its splits to the norm that adds them
     add and norm      the residual addition goes with the norm that reads the sum
     norm to int8      a norm whose reader quantizes its input hands it codes
@@ -161,7 +161,7 @@ class FusedLayer:
     ) -> list[Tensor]:
         """Store K and V, and return what the heads attended as `after_attention` takes it."""
         attention = self.layer.attention
-        q, k, v = attention.heads(qkv, step)
+        q, k, v = attention.parts(qkv, step)
         if not _appends(attention, q, step, kv):
             return [attention.attend(q, k, v, step, kv, rope)]
         tokens, heads, head_dim = q.shape
@@ -170,7 +170,7 @@ class FusedLayer:
             out = [digits.codes, digits.facts]
         else:
             out = [torch.empty(q.shape, dtype=q.dtype, device=q.device)]
-        append(q, k, v, rope, step, kv, out, attention.scores)
+        append(q, k, v, attention.norms, rope, step, kv, out, attention.scores)
         return out if len(out) == 2 else [out[0].flatten(1)]
 
     def _mlp(self, y: Tensor, residual: Tensor) -> Tensor:

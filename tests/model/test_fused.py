@@ -188,7 +188,7 @@ def with_random_norms(model):
     """Norms of ones would hide which of them a row went through."""
     gen = torch.Generator(model.device).manual_seed(3)
     for layer in model.layers:
-        for norm in layer.norms:
+        for norm in (*layer.norms, layer.attention.spec.q_norm, layer.attention.spec.k_norm):
             for part in () if norm is None else norm.parameters():
                 part.mul_(1 + torch.rand(part.shape, generator=gen, device=model.device))
     return model
@@ -237,6 +237,17 @@ def test_attention_that_appends_leaves_digits_for_a_mixture(tokens, monkeypatch)
 def test_other_layers_on_a_gpu_are_plain(name, scheme, device):
     model = with_random_norms(make(scheme, config=other(name), device=device, dtype=torch.bfloat16))
     assert distance(model, "int8") < 0.05
+
+
+@pytest.mark.parametrize("kv", KV_FORMATS)
+def test_norms_of_heads_with_rope_are_those_before_it(kv):
+    """Bit for bit what they give as operators of their own."""
+    model = with_random_norms(make("fp16", config=replace(CONFIG, name="Qwen3ForCausalLM", qk_norm="head")))
+    together = logits(model, kv)
+    for layer in model.layers:
+        assert layer.attention.norms is not None
+        layer.attention.norms = None
+    assert all(map(torch.equal, logits(model, kv), together))
 
 
 class Doubled(MLP):
