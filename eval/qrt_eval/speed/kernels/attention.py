@@ -127,10 +127,12 @@ def _sdpa_chunk(q: Tensor, total: int, kv_heads: int) -> float:
 
 
 def write_rows(config: Arch, tokens: Sequence[int], rates: Rates, device: torch.device) -> Iterator[Row]:
-    """Yield rows of kv_write in every KV format: RoPE, smoothing, rotation, quantization, store."""
+    """Yield rows of kv_write in every KV format: norms, RoPE, smoothing, rotation, quantization, store."""
     heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
     cos, sin = rope_tables(config.ropes["all"], dim, 4096, device)
     smoothing = torch.ones(3, kv_heads, dim, device=device)
+    weight = torch.ones(dim, device=device, dtype=activation_dtype(device))
+    norms = (weight, weight, config.norm.eps) if config.qk_norm == "head" else ()
     for count in tokens:
         positions = torch.arange(count, device=device, dtype=torch.int32) % 4096
         slots = torch.randperm(count, device=device).to(torch.int32)
@@ -144,7 +146,7 @@ def write_rows(config: Arch, tokens: Sequence[int], rates: Rates, device: torch.
             for _ in range(copies(num_bytes)):
                 q, k, v = x.clone().unflatten(-1, (-1, dim)).split((heads, kv_heads, kv_heads), 1)
                 kv = _cache(fmt, count, config, device)
-                operands.append((q, k, v, cos, sin, positions, slots, kv, table, name))
+                operands.append((q, k, v, cos, sin, positions, slots, kv, table, name, *norms))
             us = microseconds(kv_write, operands)
             floor = rates.floor_us(num_bytes)
             yield Row("kv_write", name, f"T={count}", us, floor, num_bytes, 0)
