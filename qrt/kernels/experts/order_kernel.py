@@ -7,7 +7,7 @@ on sizes alone: a recorded graph serves any choice.
 Few are bound by latency. A program loads all of them at once, counts them in registers and stores: one way to
 the L2 cache and back, and one to it. For 64 tokens that choose 8 of 128 experts a program reads 2 KB, and
 each of its 128 threads compares 128 times to count (a word counts four experts), 32 times for ranks and 32
-for blocks: 1,400 instructions in all, which is less than a microsecond. Not timed yet.
+for blocks: 1,400 instructions in all. That took 3.8 us on an H200, 16 tokens 2.0.
 """
 
 from __future__ import annotations
@@ -105,13 +105,13 @@ def _place(
     end = tl.cumsum(taken, 0)
     begin = end - taken
 
-    lower = tl.zeros([RANKED, CHUNK], tl.int32)
+    lower = tl.zeros([CHUNK, RANKED], tl.int32)  # lanes along RANKED: each loads one of the others
     for start in range(0, CHUNK, RANKED):
         others = first + start + tl.arange(0, RANKED)
         theirs = tl.load(CHOSEN + others, mask=others < count, other=-1)
-        same = (theirs[:, None] == expert[None, :]) & (others[:, None] < a[None, :])
+        same = (theirs[None, :] == expert[:, None]) & (others[None, :] < a[:, None])
         lower += same.to(tl.int32)
-    place = tl.gather(begin * BM + before, expert, 0) + tl.sum(lower, 0)
+    place = tl.gather(begin * BM + before, expert, 0) + tl.sum(lower, 1)
     tl.store(ORDER + place, a, mask=a < count)
 
     row = tl.arange(0, BM)

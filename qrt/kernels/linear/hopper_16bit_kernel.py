@@ -25,8 +25,10 @@ from qrt.kernels.launch import variant
 from qrt.kernels.linear.device import DTYPES, aligned, of_tokens, of_weight, signals, store_block
 
 MOST_TOKENS = 64
-LEAST_BLOCKS = 2  # fewest blocks of a program; with fewer, cuBLAS is faster
+LEAST_BLOCKS = 2  # fewest blocks of a program; with fewer, cuBLAS is faster,
 OUTPUTS = 128  # outputs of a block
+FEW_OUTPUTS = 64  # unless all blocks of so many outputs run at once,
+FEW_INPUTS = 4096  # and each has at most so many inputs
 INPUTS = 64  # inputs of a stage: a row of swizzled shared memory
 SWIZZLED = gl.NVMMASharedLayout(INPUTS * 2, 16, 2)
 OTHER_BYTES = 20 << 10  # shared memory for outputs on their way, and for signals
@@ -114,6 +116,13 @@ def _multiply(
         store_block(Y, acc.to(Y.dtype.element_ty), row, 0, M, N, num_warps)
 
 
+def outputs_of(n: int, k: int, sms: int) -> int | None:
+    """Return the outputs of a block of a weight [N, K], or None where cuBLAS is faster."""
+    if n >= LEAST_BLOCKS * sms * OUTPUTS:
+        return OUTPUTS
+    return FEW_OUTPUTS if n <= sms * FEW_OUTPUTS and k <= FEW_INPUTS else None
+
+
 def fits(x: Tensor, weight: Tensor) -> bool:
     """Return whether `hopper_16bit_gemm` multiplies x [T, K] by weight [N, K] and is the fastest way."""
     return (
@@ -121,7 +130,7 @@ def fits(x: Tensor, weight: Tensor) -> bool:
         and x.dtype in DTYPES
         and is_hopper(x.device)
         and x.shape[1] % 8 == 0
-        and weight.shape[0] >= LEAST_BLOCKS * multiprocessors(x.device) * OUTPUTS
+        and outputs_of(weight.shape[0], x.shape[1], multiprocessors(x.device)) is not None
         and weight.is_contiguous()
         and weight.data_ptr() % 16 == 0
     )
@@ -130,18 +139,19 @@ def fits(x: Tensor, weight: Tensor) -> bool:
 def hopper_16bit_gemm(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return x [T, K] @ weight.T + bias, [T, N]; x and weight `fit`."""
     (tokens, k), n = x.shape, weight.shape[0]
+    outputs = outputs_of(n, k, multiprocessors(x.device)) or OUTPUTS
     y = torch.empty(tokens, n, dtype=x.dtype, device=x.device)
     room = next(size for size in (8, 16, 32, 64) if size >= tokens)
-    blocks = -(-n // OUTPUTS)
-    stages = (shared_bytes(x.device) - OTHER_BYTES) // ((OUTPUTS + room) * INPUTS * x.itemsize)
+    blocks = -(-n // outputs)
+    stages = (shared_bytes(x.device) - OTHER_BYTES) // ((outputs + room) * INPUTS * x.itemsize)
     kernel = variant(
-        _hopper_16bit, DOT=DTYPES[x.dtype], BM=room, BN=OUTPUTS, BK=INPUTS, STAGES=stages, num_warps=4,
+        _hopper_16bit, DOT=DTYPES[x.dtype], BM=room, BN=outputs, BK=INPUTS, STAGES=stages, num_warps=4,
         launch_pdl=True,
     )  # fmt: skip
     kernel.launch(
         (min(multiprocessors(x.device), blocks),),
         of_tokens(aligned(x.contiguous()), (room, INPUTS), SWIZZLED),
-        of_weight(weight, (n, k), x.dtype, (OUTPUTS, INPUTS), SWIZZLED), bias, y, tokens, n, blocks,
+        of_weight(weight, (n, k), x.dtype, (outputs, INPUTS), SWIZZLED), bias, y, tokens, n, blocks,
         -(-k // INPUTS),
     )  # fmt: skip
     return y

@@ -59,7 +59,8 @@ def plan(tokens: int, hidden: int, columns: int) -> Plan:
     inputs = min(max(8192 // each, 32), 512)
     most = max(1, COUNTERS // (blocks * (columns // each)))
     share, splits = split_evenly(cdiv(hidden, inputs), min(4, most), blocks, COUNTERS)
-    return Plan(block, each, inputs, share, splits, 4 if block * columns <= 4096 else 8)
+    few = tokens <= 4 and columns <= 256  # more rows take a warp longer than the other warps' start
+    return Plan(block, each, inputs, share, splits, 4 if few else 8)
 
 
 @triton.jit

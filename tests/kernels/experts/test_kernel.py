@@ -225,7 +225,7 @@ def test_splits_of_k_make_no_crowd(singles, programs, steps):
 
 
 @pytest.mark.parametrize("tokens, wide", [(1, False), (128, False), (172, True), (8192, True)])
-def test_hoppers_kernel_takes_more_than_ten_assignments_an_expert(tokens, wide):
+def test_more_than_ten_assignments_take_hoppers_kernel(tokens, wide):
     how = choose.plan(Sizes(Layout.TILES, torch.bfloat16, tokens, *QWEN3, sms=132))
     assert isinstance(how.gate_up, WidePlan) == isinstance(how.down, WidePlan) == wide
     assert not wide or how.block == how.gate_up.tokens > choose.FUSED

@@ -76,12 +76,17 @@ def test_kernel_follows_tokens_and_gpu(monkeypatch, scheme, tokens, gpu, kernel)
     assert choose.choose(WEIGHT_SCHEMES[scheme], inputs(tokens), meta_weight(scheme)).kernel is kernel
 
 
-def test_small_head_is_left_to_torch(monkeypatch):
-    """A head of 128,256 rows is long enough for the 16-bit kernel, one of 6,144 is not."""
+def test_few_or_many_16_bit_outputs_are_ours(monkeypatch):
+    """All blocks of 6,144 rows run at once, 128,256 rows are many for each program; cuBLAS has the rest."""
     fake_gpu(monkeypatch)
-    heads = [meta_weight("fp16", 4096, n) for n in (6144, 128256)]
-    found = [choose.choose(WEIGHT_SCHEMES["fp16"], inputs(1), head).kernel for head in heads]
-    assert found == [Kernel.TORCH, Kernel.FEW_16_BIT]
+    shapes = (4096, 6144), (4096, 128256), (4096, 28672), (14336, 4096)
+    weights = [meta_weight("fp16", k, n) for k, n in shapes]
+    found = [
+        choose.choose(WEIGHT_SCHEMES["fp16"], torch.empty(1, k, dtype=torch.bfloat16, device="meta"), weight)
+        for (k, _), weight in zip(shapes, weights, strict=True)
+    ]
+    ours, other = Kernel.FEW_16_BIT, Kernel.TORCH
+    assert [product.kernel for product in found] == [ours, ours, other, other]
 
 
 @pytest.mark.parametrize("scheme, key", [
