@@ -148,6 +148,7 @@ def test_tokens_that_are_not_numbers_choose_experts_that_exist(device):
 
 @pytest.mark.parametrize("tokens, hidden, columns", [
     (1, 2048, 128), (16, 2880, 32), (64, 2048, 128), (8192, 2048, 128), (8192, 2048, 512), (1000, 4096, 16),
+    (8192, 4096, 16),
 ])  # fmt: skip
 def test_plans_cover_all_inputs(tokens, hidden, columns):
     how = kernel.plan(tokens, hidden, columns)
@@ -155,6 +156,7 @@ def test_plans_cover_all_inputs(tokens, hidden, columns):
     blocks = -(-tokens // how.tokens)
     assert how.splits == 1 or blocks * how.splits <= kernel.COUNTERS
     assert how.tokens * columns <= 16384
+    assert 3 * (how.tokens + how.columns) * how.inputs * 4 <= 227 << 10  # stages in fp32
 
 
 @pytest.mark.parametrize("implementation", [ref, kernel], ids=["ref", "triton"])

@@ -103,8 +103,9 @@ def plan(sizes: Sizes) -> Plan:
     singles = 0 if ordered else sizes.assignments
     if sizes.layout is Layout.TILES:
         joined, (first, second) = sizes.inner % TILE_ROWS == 0, zip(sizes.steps, sizes.words, strict=True)
-        tiled = _tiles(2 * sizes.inner, *first, block, singles, joined)
-        return Plan(block, ordered, joined, tiled, _tiles(sizes.hidden, *second, block, singles))
+        size = sizes.dtype.itemsize
+        tiled = _tiles(2 * sizes.inner, *first, size, block, singles, joined)
+        return Plan(block, ordered, joined, tiled, _tiles(sizes.hidden, *second, size, block, singles))
     gate_up = _rows(sizes, 2 * sizes.inner, sizes.steps[0], block, singles, 64)
     return Plan(block, ordered, True, gate_up, _rows(sizes, sizes.hidden, sizes.steps[1], block, singles, 32))
 
@@ -150,11 +151,16 @@ def _splits(programs: int, singles: int, steps: int, n: int) -> int:
     return even_splits(splits, steps)
 
 
-def _tiles(n: int, tiles: int, words: int, block: int, singles: int, joined: bool = False) -> FusedPlan:
-    """Return a plan for tiles, of which a warp unpacks 4 KB; two warps have one more on its way."""
+def _tiles(
+    n: int, tiles: int, words: int, itemsize: int, block: int, singles: int, joined: bool = False
+) -> FusedPlan:
+    """Return a plan for tiles, of which a warp unpacks 4 KB; two warps have one more on its way.
+
+    x of fp32 takes four warps at least: two have not given right sums on an H200.
+    """
     rows = cdiv(n, TILE_ROWS)
     blocks = 2 if joined or (not singles and rows % 2 == 0) else 1
-    warps = max(2, blocks * words // 32)
+    warps = max(2 if itemsize < 4 else 4, blocks * words // 32)
     if block > 16:
         warps = 8 if (block, blocks) == (64, 2) else 4
     splits = _splits(rows // blocks, singles, tiles, n)

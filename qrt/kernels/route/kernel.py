@@ -56,7 +56,7 @@ def plan(tokens: int, hidden: int, columns: int) -> Plan:
     blocks, each = cdiv(tokens, block), columns
     while each > 16 and 2 * blocks * (columns // each) <= COUNTERS:
         each //= 2
-    inputs = min(max(8192 // each, 32), 512)
+    inputs = min(max(8192 // max(each, block), 32), 512)  # three stages fit shared memory, in fp32 too
     most = max(1, COUNTERS // (blocks * (columns // each)))
     share, splits = split_evenly(cdiv(hidden, inputs), min(4, most), blocks, COUNTERS)
     few = tokens <= 4 and columns <= 256  # more rows take a warp longer than the other warps' start

@@ -93,17 +93,24 @@ def activated(gate: Tensor, up: Tensor, act: str) -> Tensor:
     return {"silu": torch.nn.functional.silu, "relu": torch.relu}[act](gate) * up
 
 
+def in_int8(x: Tensor) -> Tensor:
+    """Return tokens as the codes of w8a8 stand for them: 127 steps to the largest."""
+    step = x.abs().amax(1, keepdim=True) / 127
+    return (x / step).round() * step
+
+
 def truth(x: Tensor, chosen: Tensor, weights: Tensor, found: Mixture) -> Tensor:
-    """Return what each expert adds, fp64 [k, T, H]."""
+    """Return what each expert adds, fp64 [k, T, H]. Both products of w8a8 read tokens in int8."""
+    read_as = in_int8 if found.scheme == "w8a8" else torch.Tensor.double
     shares = torch.zeros(chosen.shape[1], *x.shape, dtype=torch.float64, device=x.device)
     for expert in chosen.unique().tolist():
         gate_up, down = (part[expert].dequantize().double() for part in (found.gate_up, found.down))
         token, place = (chosen == expert).nonzero(as_tuple=True)
         weight, read = weights[token, place].double()[:, None], x[token].double()
-        inner = (read * weight if found.on_input else read) @ gate_up.T
+        inner = read_as(read * weight if found.on_input else read) @ gate_up.T
         if found.gate_up_bias is not None:
             inner = inner + found.gate_up_bias[expert].double()
-        y = activated(*inner.chunk(2, 1), found.act) @ down.T
+        y = read_as(activated(*inner.chunk(2, 1), found.act)) @ down.T
         if found.down_bias is not None:
             y = y + found.down_bias[expert].double()
         shares[place, token] = y if found.on_input else y * weight

@@ -16,7 +16,9 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SCHEMES = ["w4a16", "w8a16", "mxfp4", "fp16", "w8a8"]
 # norms of errors: one rounding between the products, one behind; the interpreter truncates to bf16
 BOUND = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3 if COMPILED else 2e-2}
-INT8_BOUND = 2.5e-2 if COMPILED else 5e-2  # activations are rounded to int8 twice
+INT8_BOUND = {  # what differs by a rounding may become another code of int8
+    torch.float32: 2e-3, torch.float16: 1e-2, torch.bfloat16: 2e-2 if COMPILED else 5e-2
+}  # fmt: skip
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
@@ -24,7 +26,7 @@ def check(found, x, chosen, weights):
     """Both operators; the second call finds counters at 0 and gives the same bits."""
     args = x, chosen, weights, *found.args(x.dtype, x.device)
     want = truth(x, chosen, weights, found)
-    bound = INT8_BOUND if found.scheme == "w8a8" else BOUND[x.dtype]
+    bound = INT8_BOUND[x.dtype] if found.scheme == "w8a8" else BOUND[x.dtype]
     shares = kernel.experts_shares(*args)
     assert shares.dtype == torch.float32 and shares.shape == want.shape
     assert relative(shares, want) < bound
@@ -267,7 +269,7 @@ def test_model_sizes(device, scheme, tokens, experts, top_k, hidden, inner, dtyp
     x, chosen, weights = inputs(tokens, hidden, experts, top_k, dtype, device)
     args = x, chosen, weights, *found.args(dtype, device)
     want = truth(x, chosen, weights, found)
-    bound = INT8_BOUND if scheme == "w8a8" else BOUND[dtype]
+    bound = INT8_BOUND[dtype] if scheme == "w8a8" else BOUND[dtype]
     y, shares = kernel.experts(*args), kernel.experts_shares(*args)
     assert relative(shares, want) < bound and relative(y, want.sum(0)) < bound
     assert torch.equal(kernel.experts(*args), y) and torch.equal(kernel.experts_shares(*args), shares)
