@@ -175,7 +175,7 @@ def floor(weight_bytes: float, kv_bytes: float, rate: float | None) -> dict[str,
     """Return what a decode step reads, and how long the memory alone takes for that."""
     return {
         "kv_bytes_per_step": kv_bytes,
-        "weight_bytes_per_step": weight_bytes,
+        "weight_bytes_per_step": round(weight_bytes),
         "floor_ms": (weight_bytes + kv_bytes) / rate * 1e3 if rate else None,
     }
 
