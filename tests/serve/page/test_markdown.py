@@ -22,6 +22,7 @@ def parse():
 
 TRUTH = MarkdownIt("commonmark", {"html": False}).enable(["table", "strikethrough"])
 TRUTH.disable(["reference", "image"])
+TRUTH.validateLink = re.compile(r"https?://[^/]").match  # the page links to nothing else
 
 
 def expected(text: str) -> list:
@@ -148,6 +149,7 @@ indented = st.builds(
 def test_inline_marks_pair_as_in_commonmark(parse, text):
     text = "x" + re.sub(r"\n\s*", "\n", text) + "x"  # one paragraph
     text = re.sub(r"\n(?=[-+=>#1`~]|\*\s)", "\ny", text)
+    text = re.sub(r"\]\((?=\s*(<\s*>)?\s*\))", "] (", text)  # CommonMark links to an empty address, too
     assert page(parse, text) == expected(text)
 
 
