@@ -59,7 +59,7 @@ def plan(tokens: int, hidden: int, columns: int) -> Plan:
     inputs = min(max(8192 // max(each, block), 32), 512)  # three stages fit shared memory, in fp32 too
     most = max(1, COUNTERS // (blocks * (columns // each)))
     share, splits = split_evenly(cdiv(hidden, inputs), min(4, most), blocks, COUNTERS)
-    few = tokens <= 4 and columns <= 256  # more rows take a warp longer than the other warps' start
+    few = tokens <= 4 and columns <= 256  # more rows are shared by eight warps
     return Plan(block, each, inputs, share, splits, 4 if few else 8)
 
 
