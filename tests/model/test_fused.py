@@ -69,9 +69,14 @@ def logits(model, kv="fp16"):
     return ran
 
 
-def distance(model, kv="fp16"):
+def distance(model, kv="fp16", measure=relative):
     """The largest of all steps between fused and plain."""
-    return max(map(relative, logits(model, kv), logits(plain(model), kv)))
+    return max(map(measure, logits(model, kv), logits(plain(model), kv)))
+
+
+def of_norms(ours, truth):
+    """|ours - truth| / |truth|: what a rounding that went the other way does to one logit counts little."""
+    return ((ours - truth).norm() / truth.norm()).item()
 
 
 @pytest.fixture
@@ -236,7 +241,7 @@ def test_attention_that_appends_leaves_digits_for_a_mixture(tokens, monkeypatch)
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_layers_on_a_gpu_are_plain(name, scheme, device):
     model = with_random_norms(make(scheme, config=other(name), device=device, dtype=torch.bfloat16))
-    assert distance(model, "int8") < 0.05
+    assert distance(model, "int8", of_norms) < 0.03
 
 
 @pytest.mark.parametrize("kv", KV_FORMATS)
