@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from qrt.checks import at_least, at_most, between, check_seed, is_integer, is_number, listed, plain, yes_or_no
 from qrt.errors import ConfigError
 from qrt.peer_fields import refuse_arguments
+from qrt.request.structured_outputs import StructuredOutputsParams
 
 MAX_TOKENS_LISTED = 1024  # most ids in logit_bias and allowed_token_ids, which bounds a request's work
 MAX_BAD_WORDS = 128  # words given as text; each becomes one or two lists of tokens
@@ -64,6 +65,8 @@ class SamplingParams:
     logprobs        log-probability of every output token (0: its own only, n: also the n likeliest) by the
                     model, before temperature and anything below
     prompt_logprobs the same for the prompt
+    structured_outputs     the shape that the answer must have, as StructuredOutputsParams or a mapping
+    thinking_token_budget  most tokens that the model may think, where its thinking has marks; then it answers
 
     These change the logits, in this order: `allowed_token_ids` (no other tokens), `logit_bias` (token id ->
     value added), `bad_words` (texts, or token ids, that are not continued to their end), `repetition_penalty`
@@ -97,6 +100,8 @@ class SamplingParams:
     bad_words: tuple[str | tuple[int, ...], ...] | list[str] = field(default=())
     detokenize: bool = True
     skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
+    thinking_token_budget: int | None = None
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -112,6 +117,10 @@ class SamplingParams:
                 f"logit_bias: expected a mapping of token ids to values, got {self.logit_bias!r}"
             )
         object.__setattr__(self, "logit_bias", dict(self.logit_bias or {}))
+        if self.structured_outputs is not None:
+            object.__setattr__(
+                self, "structured_outputs", StructuredOutputsParams.of(self.structured_outputs)
+            )
         self._check_numbers()
         self._check_counts()
         self._check_lists()
@@ -162,6 +171,13 @@ class SamplingParams:
             if self.min_tokens > self.max_tokens:
                 raise ConfigError(
                     f"min_tokens: expected at most max_tokens {self.max_tokens}, got {self.min_tokens}"
+                )
+        if self.thinking_token_budget is not None:
+            at_least("thinking_token_budget", self.thinking_token_budget, 0)
+            if self.max_tokens is not None and self.thinking_token_budget >= self.max_tokens:
+                raise ConfigError(
+                    f"thinking_token_budget: expected less than max_tokens {self.max_tokens}, got "
+                    f"{self.thinking_token_budget}; the answer needs tokens too"
                 )
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:

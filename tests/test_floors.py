@@ -11,10 +11,10 @@ import pytest
 ROOT = Path(__file__).parent.parent
 FLOORS: dict[str, float] = {  # fractions are the rooms of a floor, lower rooms first
     "qrt.version": 0, "qrt.errors": 0, "qrt.registry": 0, "qrt.config": 0, "qrt.checks": 0,
-    "qrt.sampling_params": 0,
+    "qrt.sampling_params": 0, "qrt.request": 0,
     "qrt.assets": 0, "qrt.cli": 0, "qrt.folder": 0, "qrt.peers": 0,
     "qrt.peer_fields": 0, "qrt.hub": 0, "qrt.hub_errors": 0, "qrt.location": 0,
-    "qrt.quant": 1, "qrt.arch": 1, "qrt.text": 1,
+    "qrt.quant": 1, "qrt.arch": 1, "qrt.grammar": 1, "qrt.text": 1,
     # what an architecture means in torch alone: the calibrator computes by it too
     "qrt.layers.rope": 1.1, "qrt.layers.activations": 1.1, "qrt.kernels.route.ref": 1.1,
     "qrt.model.stacks": 1.2, "qrt.model.names": 1.3,
@@ -37,7 +37,7 @@ FLOORS: dict[str, float] = {  # fractions are the rooms of a floor, lower rooms 
 }  # fmt: skip
 TORCH_FREE = (
     "qrt.version", "qrt.errors", "qrt.registry", "qrt.config", "qrt.checks", "qrt.cli",
-    "qrt.sampling_params",
+    "qrt.sampling_params", "qrt.request", "qrt.grammar",
     "qrt.arch", "qrt.mem.slots", "qrt.mem.prefix", "qrt.mem.manager", "qrt.folder", "qrt.peers",
     "qrt.peer_fields", "qrt.hub", "qrt.hub_errors", "qrt.location", "qrt.engine.preflight",
     "qrt.engine.schedule.request", "qrt.engine.schedule.plan", "qrt.engine.schedule.scheduler",
