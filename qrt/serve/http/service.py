@@ -114,7 +114,22 @@ class Service:
     async def submit(
         self, collectors: Sequence[RequestCollector], arrived: float, request: Request, *, whole: bool
     ) -> RequestStream:
-        """Check the size of a body's requests together, and submit them as EngineClient does.
+        """Check the size of a body's requests together, and submit them as EngineClient does."""
+        self.check_size(collectors)
+        if self.config.enable_log_requests:
+            name = request.state.request_name
+            for collector in collectors:
+                logger.info(
+                    "%s%s: %d prompt tokens, %s",
+                    collector.request_id,
+                    "" if name is None else f" of {name}",
+                    len(collector.prompt_ids),
+                    collector.params,
+                )
+        return await self.client.submit(collectors, arrived, whole=whole)
+
+    def check_size(self, collectors: Sequence[RequestCollector]) -> None:
+        """Check the requests of one body together.
 
         Raises ConfigError for more requests or tokens than the queue holds, more than MAX_SCORES
         log-probabilities of prompts, or more than MAX_LISTED token ids in lists.
@@ -135,17 +150,6 @@ class Service:
             raise ConfigError(
                 f"prompts x n: expected at most {MAX_LISTED} token ids in lists per body, got {listed}"
             )
-        if self.config.enable_log_requests:
-            name = request.state.request_name
-            for collector in collectors:
-                logger.info(
-                    "%s%s: %d prompt tokens, %s",
-                    collector.request_id,
-                    "" if name is None else f" of {name}",
-                    len(collector.prompt_ids),
-                    collector.params,
-                )
-        return await self.client.submit(collectors, arrived, whole=whole)
 
 
 def new_id(kind: str) -> str:

@@ -27,11 +27,12 @@ from qrt.serve.routes.health import health_routes
 from qrt.serve.routes.lightllm import lightllm_routes
 from qrt.serve.routes.monitoring import monitoring_routes
 from qrt.serve.routes.openai import openai_routes
+from qrt.serve.routes.render import render_routes
 from qrt.serve.routes.tokens import token_routes
 from qrt.version import __version__
 
 PAGE = Path(__file__).parents[1] / "page"
-OPEN_ROUTES = ("/", "/health", "/healthz", "/liveness", "/readiness")  # readable without a key
+OPEN_ROUTES = ("/", "/health", "/healthz", "/ping", "/liveness", "/readiness")  # readable without a key
 OPEN_FOLDER = "/page/"
 # The page loads from and asks only this server, runs no inline script, and no other page may frame it.
 PAGE_POLICY = (
@@ -71,6 +72,7 @@ def create_app(service: Service) -> FastAPI:
     app.include_router(openai_routes(service))
     app.include_router(lightllm_routes(service))
     app.include_router(token_routes(service))
+    app.include_router(render_routes(service))
     app.include_router(health_routes(service))
     app.include_router(monitoring_routes(service))
 
@@ -196,6 +198,8 @@ class Sender:
 def _is_open(scope: Scope) -> bool:
     """Return whether the route needs no key, by the path that the router reads: the one below --root-path."""
     path = get_route_path(scope) or "/"
+    if scope["method"] == "POST":
+        return path == "/ping"  # SageMaker's probe, which some ask by POST
     return scope["method"] == "GET" and (path in OPEN_ROUTES or path.startswith(OPEN_FOLDER))
 
 

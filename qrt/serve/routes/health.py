@@ -17,6 +17,8 @@ def health_routes(service: Service) -> APIRouter:
 
     @routes.get("/health", include_in_schema=False)
     @routes.get("/healthz", include_in_schema=False)
+    @routes.get("/ping", include_in_schema=False)
+    @routes.post("/ping", include_in_schema=False)
     async def health() -> Response:
         service.check_running_or_draining()
         return _broken(service) or Response()

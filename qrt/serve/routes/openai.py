@@ -45,20 +45,20 @@ def openai_routes(service: Service) -> APIRouter:
     @routes.post("/v1/completions", response_model=None, responses=events_or("text_completion"))
     async def completions(body: CompletionRequest, request: Request) -> Response:
         arrived = time.monotonic()
-        _check_body(service, body)
-        collectors = await _completion_collectors(service, body)
+        check_body(service, body)
+        collectors = await completion_collectors(service, body)
         reply = CompletionReply(new_id("cmpl"), body.model or service.model, body, collectors)
-        return await _answer(service, request, body, collectors, reply, arrived)
+        return await answer(service, request, body, collectors, reply, arrived)
 
     @routes.post("/v1/chat/completions", response_model=None, responses=events_or("chat.completion"))
     async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
         arrived = time.monotonic()
-        _check_body(service, body)
+        check_body(service, body)
         body.check_tool_choice()
         tools = service.tool_format if body.uses_tools else None
-        collectors = await _chat_collectors(service, body)
+        collectors = await chat_collectors(service, body)
         reply = ChatReply(new_id("chatcmpl"), body.model or service.model, body, collectors, tools)
-        return await _answer(service, request, body, collectors, reply, arrived)
+        return await answer(service, request, body, collectors, reply, arrived)
 
     @routes.post("/v1/embeddings", include_in_schema=False)
     async def embeddings() -> None:
@@ -90,7 +90,8 @@ def _model_card(service: Service, name: str) -> dict[str, Any]:
     }
 
 
-def _check_body(service: Service, body: SamplingFields) -> None:
+def check_body(service: Service, body: SamplingFields) -> None:
+    """Raise the error of a body that this server does not run; the model's name is checked too."""
     service.check_running()
     service.check_model(body.model)
     if body.stream_options is not None and not body.stream:
@@ -107,7 +108,7 @@ def _check_body(service: Service, body: SamplingFields) -> None:
         raise ConfigError("best_of: expected at most n with stream; leave stream out or lower best_of")
 
 
-async def _completion_collectors(service: Service, body: CompletionRequest) -> list[RequestCollector]:
+async def completion_collectors(service: Service, body: CompletionRequest) -> list[RequestCollector]:
     """Tokenize the prompts and make a collector for each."""
     name, limit = body.token_limit
     generate = limit != 0
@@ -134,7 +135,7 @@ async def _completion_collectors(service: Service, body: CompletionRequest) -> l
     return collectors
 
 
-async def _chat_collectors(service: Service, body: ChatCompletionRequest) -> list[RequestCollector]:
+async def chat_collectors(service: Service, body: ChatCompletionRequest) -> list[RequestCollector]:
     """Render the conversation with the chat template, tokenize it and make its collector."""
     if body.top_logprobs and not body.logprobs:
         raise ConfigError(
@@ -166,7 +167,7 @@ def _check_length(service: Service, num_prompt: int, max_tokens: int | None, nam
         raise ConfigError(f"prompt: expected at most {longest} tokens, the model's context, got {num_prompt}")
 
 
-async def _answer(
+async def answer(
     service: Service,
     request: Request,
     body: SamplingFields,
@@ -174,6 +175,7 @@ async def _answer(
     reply: Reply,
     arrived: float,
 ) -> Response:
+    """Run the collectors' requests, and send their reply whole or as events."""
     deadline = Deadline(service, arrived)
     stream = await service.submit(collectors, arrived, request, whole=not body.stream)
     if body.stream:

@@ -10,8 +10,16 @@ from servers import KEY, ThreadServer, bearer, refused
 pytestmark = pytest.mark.model
 KEYED = f"Authorization: Bearer {KEY}\r\n".encode()
 CLOSED = b"Host: x\r\nConnection: close\r\n"
-GET_ROUTES = ("/", "/page/app.js", "/health", "/healthz", "/readiness", "/liveness", "/metrics", "/load")
-GET_ROUTES += ("/v1/models", "/v1/models/tiny", "/version", "/openapi.json", "/tokenizer_info", "/nowhere")
+GET_ROUTES = ("/", "/page/app.js", "/health", "/healthz", "/ping", "/readiness", "/liveness", "/metrics")
+GET_ROUTES += (
+    "/load",
+    "/v1/models",
+    "/v1/models/tiny",
+    "/version",
+    "/openapi.json",
+    "/tokenizer_info",
+    "/nowhere",
+)
 
 
 @pytest.fixture(scope="module")
