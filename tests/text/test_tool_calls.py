@@ -5,11 +5,12 @@ import json
 import random
 
 import pytest
+from split_answers import joined, parse
 
 from qrt.errors import ConfigError
 from qrt.serve.routes.protocol import ChatMessage
 from qrt.text.chat_template import ChatTemplate
-from qrt.text.tool_calls import FORMATS, ToolCallStream, parse, tool_format
+from qrt.text.tool_calls import FORMATS, ToolCallStream, tool_format
 
 CALL = '{"name": "get_weather", "arguments": {"city": "Köln", "days": 2}}'
 LLAMA = '{"name": "get_weather", "parameters": {"city": "Köln", "days": 2}}'
@@ -67,10 +68,10 @@ def test_whole_and_in_pieces(name, text, shown, count):
         pieces, found, rest = "", [], text
         while rest:
             size = rng.choice((1, 1, 2, 5, 20))
-            piece, new = stream.feed(rest[:size])
+            piece, new = joined(stream.feed(rest[:size]))
             pieces, found, rest = pieces + piece, found + new, rest[size:]
             assert whole.startswith(pieces) or not count, "shown text is never taken back"
-        piece, new = stream.finish()
+        piece, new = joined(stream.finish())
         pieces, found = pieces + piece, found + new
         assert pieces == whole
         assert [(c.name, c.arguments) for c in found] == [(c.name, c.arguments) for c in calls]
@@ -97,7 +98,7 @@ def test_arguments_of_every_kind_one_character_at_a_time():
     text = json.dumps({"name": "f", "parameters": arguments})
     stream, calls = ToolCallStream(FORMATS["llama3_json"], {"f"}), []
     for character in text + " ":
-        shown, new = stream.feed(character)
+        shown, new = joined(stream.feed(character))
         assert not shown.strip()
         calls += new
     assert [json.loads(call.arguments) for call in calls] == [arguments]

@@ -4,11 +4,12 @@ import json
 import random
 
 import pytest
+from split_answers import joined, parse
 from templates import TEMPLATES
 
 from qrt.serve.routes.protocol import ChatMessage
 from qrt.text.chat_template import ChatTemplate
-from qrt.text.tool_calls import FORMATS, MAX_CALLS, ToolCallStream, parse
+from qrt.text.tool_calls import FORMATS, MAX_CALLS, ToolCallStream
 
 NAMES = {"f", "g"}
 HERMES = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
@@ -77,9 +78,9 @@ def found(calls):
 def in_pieces(name, text, cuts):
     stream, shown, calls = ToolCallStream(FORMATS[name], NAMES), "", []
     for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
-        piece, new = stream.feed(text[start:end])
+        piece, new = joined(stream.feed(text[start:end]))
         shown, calls = shown + piece, calls + new
-    piece, new = stream.finish()
+    piece, new = joined(stream.finish())
     return shown + piece, found(calls + new)
 
 

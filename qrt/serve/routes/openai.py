@@ -24,6 +24,7 @@ from qrt.serve.routes.protocol import (
     SamplingFields,
 )
 from qrt.serve.routes.replies import ChatReply, CompletionReply, Reply
+from qrt.text.answer import AnswerFormat
 from qrt.text.collector import RequestCollector
 
 
@@ -55,9 +56,8 @@ def openai_routes(service: Service) -> APIRouter:
         arrived = time.monotonic()
         check_body(service, body)
         body.check_tool_choice()
-        tools = service.tool_format if body.uses_tools else None
         collectors = await chat_collectors(service, body)
-        reply = ChatReply(new_id("chatcmpl"), body.model or service.model, body, collectors, tools)
+        reply = ChatReply(new_id("chatcmpl"), body.model or service.model, body, collectors)
         return await answer(service, request, body, collectors, reply, arrived)
 
     @routes.post("/v1/embeddings", include_in_schema=False)
@@ -148,14 +148,15 @@ async def chat_collectors(service: Service, body: ChatCompletionRequest) -> list
     name, max_tokens = body.token_limit
     params = body.sampling_params(service.defaults, service.max_tokens(max_tokens), logprobs)
     params = await service.with_bad_words(params)
-    if (
-        body.uses_tools
-        and service.tool_format
-        and service.tool_format.marker in service.tokenizer.hf.all_special_tokens
-    ):
-        params = replace(params, skip_special_tokens=False)  # keep the marks of tool calls
+    format = AnswerFormat()
+    if body.uses_tools and service.tool_format:
+        format = AnswerFormat(service.tool_format, frozenset(tool.function.name for tool in body.tools or ()))
+        if service.tool_format.marker in service.tokenizer.hf.all_special_tokens:
+            params = replace(params, skip_special_tokens=False)  # keep the marks of tool calls
     _check_length(service, len(ids), max_tokens, name)
-    return [service.collector(text, ids, params, **body.engine_options())]
+    collector = service.collector(text, ids, params, **body.engine_options())
+    collector.answer = format
+    return [collector]
 
 
 def _check_length(service: Service, num_prompt: int, max_tokens: int | None, name: str) -> None:

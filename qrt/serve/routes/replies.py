@@ -10,10 +10,11 @@ from typing import Any
 from qrt.serve.http.events import event
 from qrt.serve.routes.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
 from qrt.serve.routes.protocol import ChatCompletionRequest, CompletionRequest, SamplingFields
+from qrt.text.answer import ContentText, Part
 from qrt.text.collector import RequestCollector
 from qrt.text.detokenizer import TokenPlaces
 from qrt.text.output import CompletionOutput, TextDelta
-from qrt.text.tool_calls import ToolCall, ToolCallStream, ToolFormat, parse
+from qrt.text.tool_calls import ToolCall
 
 
 class Reply(ABC):
@@ -196,20 +197,14 @@ class ChatReply(Reply):
     chunk_kind = "chat.completion.chunk"
 
     def __init__(
-        self,
-        id: str,
-        model: str,
-        body: ChatCompletionRequest,
-        collectors: Sequence[RequestCollector],
-        tools: ToolFormat | None = None,
+        self, id: str, model: str, body: ChatCompletionRequest, collectors: Sequence[RequestCollector]
     ) -> None:
-        """Make the reply; `tools` is the format of tool calls, if the request allows calls."""
+        """Make the reply; how answers are read is said by the collector."""
         super().__init__(id, model, body, collectors)
         self._num_top = body.top_logprobs or 0
-        self._tools = tools
         self._parallel = body.parallel_tool_calls
-        self._names = {tool.function.name for tool in body.tools or ()}
-        self._streams = [ToolCallStream(tools, self._names) for _ in range(self._n)] if tools else []
+        self._format = collectors[0].answer
+        self._streams = [self._format.stream() for _ in range(self._n)]
 
     def body(self) -> dict[str, Any]:
         """See Reply."""
@@ -224,16 +219,13 @@ class ChatReply(Reply):
 
     def choice(self, number: int, index: int, completion: CompletionOutput) -> dict[str, Any]:
         """See Reply."""
-        message: dict[str, Any] = {"role": "assistant", "content": completion.text, "refusal": None}
+        content, calls = _contents(self._format.split(completion.text))
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         reason = completion.finish_reason
-        if self._tools:
-            text, calls = parse(self._tools, self._names, completion.text)
-            if calls:
-                message["content"] = text or None
-                message["tool_calls"] = [
-                    _tool_call(call) for call in (calls if self._parallel else calls[:1])
-                ]
-                reason = "tool_calls" if reason == "stop" else reason
+        if calls:
+            message["content"] = content or None
+            message["tool_calls"] = [_tool_call(call) for call in (calls if self._parallel else calls[:1])]
+            reason = "tool_calls" if reason == "stop" else reason
         return {
             "index": number,
             "message": message,
@@ -244,23 +236,20 @@ class ChatReply(Reply):
 
     def chunk_choices(self, number: int, delta: TextDelta) -> Iterator[dict[str, Any]]:
         """See Reply. A tool call is one chunk, with its name and all its arguments as a string."""
-        text, reason = delta.text, delta.finish_reason
+        reason = delta.finish_reason
         logprobs = chat_logprobs(delta.logprobs, self._num_top, self.collectors[0])
-        if self._tools:
-            stream = self._streams[number]
-            first = stream.num_calls
-            text, calls = stream.feed(text)
-            if reason:
-                rest, more = stream.finish()
-                text, calls = text + rest, calls + more
-            for place, call in enumerate(calls, start=first):
-                if place and not self._parallel:
-                    break
-                yield _chat_chunk(number, {"tool_calls": [{"index": place, **_tool_call(call)}]})
-            if stream.num_calls:
-                reason = "tool_calls" if reason == "stop" else reason
-            if not (text or reason or logprobs):
-                return
+        stream = self._streams[number]
+        first = stream.num_calls
+        parts = stream.feed(delta.text)
+        text, calls = _contents(parts + stream.finish() if reason else parts)
+        for place, call in enumerate(calls, start=first):
+            if place and not self._parallel:
+                break
+            yield _chat_chunk(number, {"tool_calls": [{"index": place, **_tool_call(call)}]})
+        if stream.num_calls:
+            reason = "tool_calls" if reason == "stop" else reason
+        if not (text or reason or logprobs):
+            return
         choice = _chat_chunk(number, {"content": text} if text else {}, logprobs, reason)
         choice["stop_reason"] = delta.stop_reason
         yield choice
@@ -270,6 +259,12 @@ def _chat_chunk(
     number: int, delta: dict[str, Any], logprobs: dict[str, Any] | None = None, finish: str | None = None
 ) -> dict[str, Any]:
     return {"index": number, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
+
+
+def _contents(parts: Sequence[Part]) -> tuple[str, list[ToolCall]]:
+    """Return the content's text and the calls."""
+    texts = [part.text for part in parts if isinstance(part, ContentText)]
+    return "".join(texts), [part for part in parts if isinstance(part, ToolCall)]
 
 
 def _tool_call(call: ToolCall) -> dict[str, Any]:

@@ -2,6 +2,6 @@
 
 from qrt.text.tool_calls.call import ToolCall
 from qrt.text.tool_calls.formats import FORMATS, ToolFormat, tool_format
-from qrt.text.tool_calls.stream import MAX_CALLS, ToolCallStream, parse
+from qrt.text.tool_calls.stream import MAX_CALLS, ToolCallStream
 
-__all__ = ["FORMATS", "MAX_CALLS", "ToolCall", "ToolCallStream", "ToolFormat", "parse", "tool_format"]
+__all__ = ["FORMATS", "MAX_CALLS", "ToolCall", "ToolCallStream", "ToolFormat", "tool_format"]

@@ -12,7 +12,7 @@ from qrt.text.tool_calls.outline import Outline
 
 MAX_CALL_CHARS = 2**20  # a longer call is text
 MAX_CALLS = 128  # in an answer, where further ones are text, and in a message that comes back
-PIECE = 4096  # characters of a whole answer that are read at once
+Parts = list[str | ToolCall]
 BETWEEN = re.compile(r"[\s;,]*")  # separators between two calls without a marker
 
 
@@ -40,13 +40,12 @@ class ToolCallStream:
         self._begun = False  # whether some text is shown
         self.num_calls = 0
 
-    def feed(self, text: str) -> tuple[str, list[ToolCall]]:
-        """Return the text that cannot be part of a call, and the calls that are complete."""
+    def feed(self, text: str) -> Parts:
+        """Return, in order, the text that cannot be part of a call, and the calls that are complete."""
         if self._call is None:
             self._text, self._at = self._text[self._at :], 0
         self._text += text
-        shown: list[str] = []
-        calls: list[ToolCall] = []
+        shown: Parts = []
         while self._closed() and (self._call is not None or self._look(shown)):
             if not self._is_due():
                 break
@@ -57,15 +56,14 @@ class ToolCallStream:
                 continue
             if taken is None:
                 break
-            calls += self._accept(taken)
-        return "".join(shown), calls
+            shown += self._accept(taken)
+        return shown
 
-    def finish(self) -> tuple[str, list[ToolCall]]:
+    def finish(self) -> Parts:
         """Return what is held back: text, and the complete calls of a list that is cut off."""
-        shown: list[str] = []
-        calls: list[ToolCall] = []
+        shown: Parts = []
         if self._call is not None and (taken := self._cut_off()):
-            calls = self._accept(taken)
+            shown += self._accept(taken)
         rest = self._text[self._at :]
         closing = self._format.closing
         if self._may_close and closing and closing.startswith(rest.strip()):
@@ -73,12 +71,12 @@ class ToolCallStream:
         elif self._may_open and self.num_calls and BETWEEN.fullmatch(rest):
             rest = ""
         self._give(shown, rest)
-        if not self.num_calls:
+        if not self.num_calls and self._space:
             shown.append(self._space)
         self._text, self._at, self._call, self._space = "", 0, None, ""
-        return "".join(shown), calls
+        return shown
 
-    def _give(self, shown: list[str], text: str) -> None:
+    def _give(self, shown: Parts, text: str) -> None:
         """Show a text; hold back the spaces at its end, because a call or nothing may follow."""
         body = text.rstrip()
         if not body:
@@ -103,7 +101,7 @@ class ToolCallStream:
         self._may_close = False
         return True
 
-    def _look(self, shown: list[str]) -> bool:
+    def _look(self, shown: Parts) -> bool:
         """Show the text up to the next call; return whether a call begins."""
         text, first = self._text, self._at
         opening, marker = self._format.opening, self._format.marker
@@ -172,7 +170,7 @@ class ToolCallStream:
         self._may_open, self._may_close = self._format.opening is not None, True
         return calls
 
-    def _fail(self, shown: list[str]) -> None:
+    def _fail(self, shown: Parts) -> None:
         """Show the marker as text; look for another call after it."""
         assert self._call is not None
         self._give(shown, self._text[self._at : self._call])
@@ -195,15 +193,3 @@ class ToolCallStream:
         if taken is not None and not self._text[end:].strip(", \n"):
             end = len(self._text)
         return None if taken is None else (taken[0], end)
-
-
-def parse(format: ToolFormat, names: Collection[str], text: str) -> tuple[str, list[ToolCall]]:
-    """Split a whole answer into its text and the calls of functions in `names`."""
-    stream = ToolCallStream(format, names)
-    shown, calls = [], []
-    for start in range(0, len(text), PIECE):
-        piece, found = stream.feed(text[start : start + PIECE])
-        shown.append(piece)
-        calls += found
-    piece, found = stream.finish()
-    return "".join([*shown, piece]), calls + found
