@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from qrt.async_llm import AsyncLLM
     from qrt.config import EngineConfig
     from qrt.llm import LLM
+    from qrt.request.structured_outputs import StructuredOutputsParams
     from qrt.sampling_params import SamplingParams
     from qrt.text.output import CompletionOutput, RequestOutput
     from qrt_calibrate.api import calibrate, quantize
@@ -27,6 +28,7 @@ __all__ = [
     "EngineConfig",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputsParams",
     "__version__",
     "calibrate",
     "quantize",
@@ -40,6 +42,7 @@ _LAZY = {
     "EngineConfig": "qrt.config",
     "RequestOutput": "qrt.text.output",
     "SamplingParams": "qrt.sampling_params",
+    "StructuredOutputsParams": "qrt.request.structured_outputs",
     "calibrate": "qrt_calibrate.api",
     "quantize": "qrt_calibrate.api",
 }
@@ -48,6 +51,8 @@ _LAZY = {
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return getattr(import_module(_LAZY[name]), name)
+    if name == "GuidedDecodingParams":  # an AttributeError here would lose its text in an import statement
+        raise ImportError("qrt: GuidedDecodingParams is vLLM's former name; import StructuredOutputsParams")
     raise AttributeError(f"module 'qrt' has no attribute {name!r}")
 
 

@@ -17,7 +17,7 @@ from qrt.errors import ConfigError
 from qrt.peers import ANY, named, refuse
 from qrt.registry import nearest
 
-_GRAMMAR = "structured output is not supported; leave it out and check the answer"
+_SHAPE = "give it in structured_outputs"
 _SAMPLER = "this sampler is not supported; leave it out, or use temperature, top_k, top_p and min_p"
 _BEAMS = "beam search is not supported; leave it out, or use n or best_of"
 _PENALTIES = "this penalty is not supported; use repetition_penalty, frequency_penalty or presence_penalty"
@@ -66,12 +66,14 @@ PROMPT_FIELDS = named(
 MESSAGE_FIELDS = named(("images audio videos", _TEXT_ONLY, ()))
 
 FIELDS = PROMPT_FIELDS | named(
-    # grammars
-    ("grammar grammar_string json_schema regex ebnf structural_tag regular_constraint format", _GRAMMAR, ()),
-    ("guided_json guided_regex guided_choice guided_grammar guided_json_object", _GRAMMAR, (False,)),
-    ("guided_decoding guided_options_request structured_outputs", _GRAMMAR, ()),
-    ("response_format", _GRAMMAR, ({"type": "text"},)),
-    ("guided_decoding_backend guided_whitespace_pattern grammar_lazy grammar_triggers", _GRAMMAR, ANY),
+    # the shape of the answer
+    ("grammar grammar_string json_schema regex ebnf regular_constraint format", _SHAPE, ()),
+    ("guided_json guided_regex guided_choice guided_grammar guided_json_object", _SHAPE, (False,)),
+    ("guided_decoding guided_options_request structured_outputs", _SHAPE, ()),
+    ("guided_whitespace_pattern", "its name in structured_outputs is whitespace_pattern", ()),
+    ("response_format", _SHAPE, ({"type": "text"},)),
+    ("structural_tag", "structural tags are not supported; use grammar in structured_outputs", ()),
+    ("guided_decoding_backend grammar_lazy grammar_triggers", "", ANY),
     # samplers
     ("mirostat mirostat_mode dry_multiplier xtc_probability dynatemp_range top_a", _SAMPLER, (0,)),
     ("mirostat_tau mirostat_eta", _SAMPLER, (), "mirostat mirostat_mode"),

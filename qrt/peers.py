@@ -71,7 +71,7 @@ _CHECKPOINT = "the weight scheme comes from the checkpoint; make one with qrt-ca
 _SPECULATION = "speculative decoding is not supported"
 _ADAPTERS = "adapters are not supported; merge them into the checkpoint"
 _GRAPHS = "see --cudagraph-capture-sizes and --enforce-eager"
-_GRAMMARS = "structured output is not supported; requests that ask for it are refused"
+_GRAMMARS = "one library makes all shapes of answers; leave it out"
 _TEXT_ONLY = "only text is supported"
 _CONFIG = "the checkpoint's config.json decides it; change it there"
 _POOLING = "qrt serves text generation models only"
@@ -103,8 +103,9 @@ SETTINGS = named(
     ("compilation_config", _GRAPHS, ({},)),
     ("max_seq_len_to_capture num_scheduler_steps num_lookahead_slots", _GRAPHS, ANY),
     ("disable_async_output_proc use_v2_block_manager", _GRAPHS, ANY),
-    ("structured_outputs_config guided_decoding_backend structured_outputs_backend", _GRAMMARS, ("auto", {})),
-    ("output_constraint_mode", _GRAMMARS, ("none",)),
+    ("guided_decoding_backend structured_outputs_backend", _GRAMMARS, ("auto", "xgrammar", "guidance")),
+    ("structured_outputs_config", _GRAMMARS, ({},)),
+    ("output_constraint_mode", _GRAMMARS, ("none", "outlines", "xgrammar")),
     ("speculative_config", _SPECULATION, ({},)),
     ("speculative_model num_speculative_tokens spec_method spec_model spec_tokens", _SPECULATION, ()),
     ("mtp_mode mtp_draft_model_dir mtp_step", _SPECULATION, ()),

@@ -20,6 +20,7 @@ from qrt.serve.http.responses import Deadline, answer_events, answer_whole
 from qrt.serve.http.service import Service
 from qrt.serve.http.strict_json import StrictJsonRoute
 from qrt.serve.routes.logprobs import LEAST_LOGPROB
+from qrt.serve.routes.shapes import ShapeFields
 from qrt.serve.settings import MAX_N, MAX_STOPS
 from qrt.text.collector import RequestCollector
 from qrt.text.output import CompletionOutput, TextDelta, TokenLogprobs
@@ -33,7 +34,7 @@ SAME = (
 )  # fmt: skip
 
 
-class Parameters(Body):
+class Parameters(ShapeFields):
     """The `parameters`, by LightLLM's or TGI's names."""
 
     model_config = ConfigDict(populate_by_name=True)
@@ -92,6 +93,7 @@ class Parameters(Body):
             logprobs=0,
             logit_bias=by_token_id(self.logit_bias),
             bad_words=tuple((token,) for token in self.invalid_token_ids),
+            structured_outputs=self.shape(),
             **given,
         )
         self._check_input_penalty(params)

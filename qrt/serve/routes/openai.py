@@ -116,6 +116,8 @@ async def completion_collectors(service: Service, body: CompletionRequest) -> li
         raise ConfigError(f"{name}: expected at least 1, or echo: true, got 0")
     max_tokens = service.max_tokens(limit) if generate else 1
     params = body.sampling_params(service.defaults, max_tokens, body.logprobs)
+    if not generate and params.structured_outputs:
+        raise ConfigError(f"{name}: expected at least 1 for an answer that has a shape, got 0")
     params = await service.with_bad_words(params)
     if body.echo and body.logprobs is not None:
         if body.stream and body.n > 1:

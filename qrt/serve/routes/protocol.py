@@ -13,6 +13,7 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field, PrivateAttr, mo
 from qrt.errors import ConfigError, UnsupportedError
 from qrt.sampling_params import MAX_BAD_WORDS, SamplingParams
 from qrt.serve.http.body import Body, Count, Limit, LogitBias, Penalty, Stop, TokenList, Tokens, by_token_id
+from qrt.serve.routes.shapes import ShapeFields
 from qrt.serve.settings import (
     MAX_DOCUMENTS,
     MAX_MESSAGES,
@@ -39,7 +40,7 @@ class StreamOptions(Body):
     continuous_usage_stats: bool = False
 
 
-class SamplingFields(Body):
+class SamplingFields(ShapeFields):
     """The fields that both endpoints share."""
 
     model: str | None = None
@@ -92,6 +93,7 @@ class SamplingFields(Body):
         max_tokens   from `Service.max_tokens`
         """
         own = {name: getattr(self, name) for name in SAMPLING_FIELDS}
+        own["structured_outputs"] = self.shape()
         own = {name: value for name, value in own.items() if value is not None}
         if "logit_bias" in own:
             own["logit_bias"] = by_token_id(own["logit_bias"])

@@ -180,12 +180,6 @@ def test_errors_have_openais_shape(server, client):
         client.completions.create(model="tiny", prompt=[5] * 5000, stream=True)
     with pytest.raises(openai.BadRequestError, match="vocabulary"):
         client.completions.create(model="tiny", prompt=[10**6])
-    with pytest.raises(openai.InternalServerError, match="response_format"):  # 501: refused, never dropped
-        client.chat.completions.create(
-            model="tiny",
-            messages=[{"role": "user", "content": "x"}],
-            response_format={"type": "json_object"},
-        )
     reply = httpx.post(f"{server.url}/v1/completions", content=b"{", headers={**bearer(), **JSON})
     assert reply.status_code == 400 and set(reply.json()["error"]) == {"message", "type", "param", "code"}
     assert httpx.get(f"{server.url}/nowhere", headers=bearer()).json()["error"]["code"] == 404
