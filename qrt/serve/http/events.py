@@ -12,9 +12,10 @@ LINE_ENDS = {character.encode(): b"\\u%04x" % ord(character) for character in "\
 encode = msgspec.json.Encoder().encode
 
 
-def event(data: Any) -> bytes:
-    """Write one server-sent event in one line, also for clients that split at Unicode's line ends."""
+def event(data: Any, name: str | None = None) -> bytes:
+    """Write one server-sent event; its data is one line, also where clients split at Unicode's line ends."""
     line = encode(data)
     for end, escaped in LINE_ENDS.items():
         line = line.replace(end, escaped)
-    return b"data: %b\n\n" % line
+    head = b"" if name is None else b"event: %b\n" % name.encode()
+    return b"%bdata: %b\n\n" % (head, line)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
 
@@ -25,7 +26,28 @@ INLINE_SCORES = 4096  # a reply with more log-probabilities is written in a thre
 PING = b": ping\n\n"
 DONE = b"data: [DONE]\n\n"
 
-Events = Callable[[int, TextDelta], Iterable[bytes]]
+
+class EventReply(ABC):
+    """How one API writes a reply as server-sent events.
+
+    ping   what shows in a long silence that the stream is alive
+    end    what ends every stream
+    """
+
+    ping = PING
+    end = DONE
+
+    @abstractmethod
+    def events(self, index: int, delta: TextDelta) -> Iterable[bytes]:
+        """Return the events of one delta of collector `index`."""
+
+    def closing(self) -> Iterable[bytes]:
+        """Return the events after the last delta."""
+        return ()
+
+    def failure(self, code: int, message: str) -> Iterable[bytes]:
+        """Return the events of an error on the way; `code` is its HTTP status."""
+        return (event(error_body(code, message)),)
 
 
 class Deadline:
@@ -93,51 +115,52 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-def answer_events(
-    stream: RequestStream,
-    deadline: Deadline,
-    events: Events,
-    closing: Callable[[], Iterable[bytes]] = tuple,
-    end: bytes = DONE,
-) -> Response:
-    """Send the `events` of each delta, then `closing` and `end`; an error on the way is an event too."""
+def answer_events(stream: RequestStream, deadline: Deadline, reply: EventReply) -> Response:
+    """Send the events of each delta and of the end; an error on the way is an event too."""
     return StreamingResponse(
-        _bytes(stream, deadline, events, closing, end),
+        _bytes(stream, deadline, reply),
         media_type="text/event-stream",
         headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
     )
 
 
-async def _bytes(
-    stream: RequestStream,
-    deadline: Deadline,
-    events: Events,
-    closing: Callable[[], Iterable[bytes]],
-    end: bytes,
-) -> AsyncIterator[bytes]:
+async def _bytes(stream: RequestStream, deadline: Deadline, reply: EventReply) -> AsyncIterator[bytes]:
     with contextlib.closing(stream):
         try:
-            while True:
-                try:
-                    async with asyncio.timeout(deadline.left(PING_SECONDS)):
-                        delta = await anext(stream)
-                except StopAsyncIteration:
-                    break
-                except TimeoutError:
-                    if deadline.over:
-                        yield event(error_body(504, deadline.message))
-                        break
-                    yield PING
-                    continue
-                parts = list(events(*delta))
-                while stream.waiting:  # a client that reads slowly gets several tokens at a time
-                    parts += events(*await anext(stream))
-                if parts:
-                    yield b"".join(parts)
-            for part in closing():
+            async for part in _events(stream, deadline, reply):
                 yield part
-        except QrtError as error:
-            yield event(error_body(503 if isinstance(error, ShutdownError) else 500, str(error)))
         except Exception as error:
-            yield event(error_body(500, unexpected_error(error)))
-        yield end
+            for part in reply.failure(*_failure(error)):
+                yield part
+        if reply.end:
+            yield reply.end
+
+
+async def _events(stream: RequestStream, deadline: Deadline, reply: EventReply) -> AsyncIterator[bytes]:
+    while True:
+        try:
+            async with asyncio.timeout(deadline.left(PING_SECONDS)):
+                delta = await anext(stream)
+        except StopAsyncIteration:
+            break
+        except TimeoutError:
+            if deadline.over:
+                raise HTTPException(504, deadline.message) from None
+            yield reply.ping
+            continue
+        parts = list(reply.events(*delta))
+        while stream.waiting:  # a client that reads slowly gets several tokens at a time
+            parts += reply.events(*await anext(stream))
+        if parts:
+            yield b"".join(parts)
+    for part in reply.closing():
+        yield part
+
+
+def _failure(error: Exception) -> tuple[int, str]:
+    """Return the status and the message of an error on the way."""
+    if isinstance(error, HTTPException):
+        return error.status_code, str(error.detail)
+    if isinstance(error, QrtError):
+        return (503 if isinstance(error, ShutdownError) else 500), str(error)
+    return 500, unexpected_error(error)

@@ -16,7 +16,7 @@ from qrt.sampling_params import MAX_BAD_WORDS, SamplingParams
 from qrt.serve.http.body import Body, Count, Limit, LogitBias, Penalty, Stop, TokenId, TokenList, by_token_id
 from qrt.serve.http.events import event
 from qrt.serve.http.openapi import EVENTS, errors
-from qrt.serve.http.responses import Deadline, answer_events, answer_whole
+from qrt.serve.http.responses import Deadline, EventReply, answer_events, answer_whole
 from qrt.serve.http.service import Service
 from qrt.serve.http.strict_json import StrictJsonRoute
 from qrt.serve.routes.logprobs import LEAST_LOGPROB
@@ -165,7 +165,7 @@ def lightllm_routes(service: Service) -> APIRouter:
             raise ConfigError(f"best_of: expected 1 for a stream, got {collector.params.n}")
         stream = await service.submit([collector], arrived, request, whole=False)
         reply = shape(service, body, collector)
-        return answer_events(stream, Deadline(service, arrived), reply.events, end=b"")
+        return answer_events(stream, Deadline(service, arrived), reply)
 
     if service.config.use_tgi_api:
 
@@ -188,10 +188,11 @@ async def _collector(service: Service, body: GenerateRequest, shape: type[Lightl
     return service.collector(body.inputs, ids, params)
 
 
-class LightllmShape:
+class LightllmShape(EventReply):
     """LightLLM's reply: lists if there are several completions, else the values themselves."""
 
     data = b"data:"
+    end = b""
 
     def __init__(self, service: Service, body: GenerateRequest, collector: RequestCollector) -> None:
         self._collector = collector

@@ -182,5 +182,5 @@ async def answer(
     deadline = Deadline(service, arrived)
     stream = await service.submit(collectors, arrived, request, whole=not body.stream)
     if body.stream:
-        return answer_events(stream, deadline, reply.events, reply.closing)
+        return answer_events(stream, deadline, reply)
     return await answer_whole(request, stream, deadline, reply.body)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from qrt.serve.http.events import event
+from qrt.serve.http.responses import EventReply
 from qrt.serve.routes.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
 from qrt.serve.routes.protocol import ChatCompletionRequest, CompletionRequest, SamplingFields
 from qrt.text.answer import ContentText, Part
@@ -17,7 +18,7 @@ from qrt.text.output import CompletionOutput, TextDelta
 from qrt.text.tool_calls import ToolCall
 
 
-class Reply(ABC):
+class Reply(EventReply):
     """The reply of one request: a body at the end, or events. Choice k of prompt p has number p * n + k."""
 
     kind: str
