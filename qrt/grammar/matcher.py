@@ -1,0 +1,120 @@
+"""Matcher: which tokens may follow in one answer, and whether it is complete."""
+
+from __future__ import annotations
+
+import llguidance
+import numpy as np
+from numpy.typing import NDArray
+
+from qrt.grammar.vocabulary import Vocabulary
+
+_COMPLETE = ("NoExtension", "NoExtensionBias", "EndOfSentence")  # the library's reasons of a good end
+
+
+class Root:
+    """A compiled grammar, which matchers are copied from and share a lexer with.
+
+    words      int32 that the library's masks have
+    spoiled    whether a copy has met an error, which may lie in what they share
+    """
+
+    def __init__(self, parser: llguidance.LLMatcher, vocabulary: Vocabulary) -> None:
+        self.parser, self.vocabulary = parser, vocabulary
+        self.words = -(-vocabulary.library.vocab_size // 32)
+        self.spoiled = False
+
+    def matcher(self) -> Matcher:
+        """Return a matcher at the beginning of an answer."""
+        return Matcher(self, self.parser.deep_copy())
+
+
+class Matcher:
+    """The state of one answer in its grammar. One thread at a time uses it.
+
+    error      what went wrong, or None. The library allows only the end from then on, which would look like a
+               finished answer; a matcher in error allows nothing, and its request must fail
+    """
+
+    def __init__(self, root: Root, parser: llguidance.LLMatcher) -> None:
+        self._root, self._parser = root, parser
+        self._past = 0  # ends that were accepted behind the end of the grammar; the library counts none
+        self.error: str | None = None
+
+    def accept(self, token: int) -> bool:
+        """Go on by a token; False where the grammar does not allow it, which is an error from then on.
+
+        It holds Python's lock, for 1 to 4 us as a rule.
+        """
+        if self.error is None and self.ended:
+            if token in self._root.vocabulary.ends:
+                self._past += 1
+                return True
+            self.error = f"token {token} behind the end of the grammar"
+        if self.error is None and not 0 <= token < self._root.vocabulary.width:
+            self.error = f"token {token} outside the vocabulary"
+        if self.error is None:
+            self._parser.consume_token(token)
+        return not self._failed()
+
+    def fill(self, row: NDArray[np.int32]) -> None:
+        """Write which tokens may follow: bit i % 32 of row[i // 32] for token i. Python's lock is released.
+
+        row [ceil(vocab_size / 32)], contiguous. Ends are allowed where the answer may end; behind the end of
+        the grammar and without an error nothing else is. All bits are 0 in an error.
+        """
+        if row.dtype != np.int32 or row.shape != (self._root.vocabulary.words,) or not row.flags.c_contiguous:
+            raise ValueError(
+                f"row: expected int32 [{self._root.vocabulary.words}], got {row.dtype} {row.shape}"
+            )
+        if self.error is None:
+            self._compute(row)
+        if self._failed():
+            row.fill(0)
+        else:
+            row &= self._root.vocabulary.known
+
+    def _compute(self, row: NDArray[np.int32]) -> None:
+        words = self._root.words
+        whole = row if words == len(row) else np.empty(words, np.int32)
+        self._parser.unsafe_compute_mask_ptr(whole.ctypes.data, whole.nbytes)
+        if whole is not row:  # the tokenizer has more ids than the model has logits
+            row[:] = whole[: len(row)]
+
+    def _failed(self) -> bool:
+        """Look for an error of the library; also for an end that only a limit made."""
+        if self.error is None and self._parser.is_stopped():
+            if self._parser.is_error():
+                self.error = " ".join(self._parser.get_error().replace("<non-verbose/>", "").split())[:300]
+            elif (reason := self._parser.stop_reason()) not in _COMPLETE:
+                self.error = f"the grammar is too costly ({reason})"
+        if self.error is not None:
+            self._root.spoiled = True
+        return self.error is not None
+
+    @property
+    def ended(self) -> bool:
+        """Whether the answer is complete and nothing but an end may follow."""
+        return self._parser.is_stopped() and not self._failed()
+
+    @property
+    def may_end(self) -> bool:
+        """Whether the answer is complete as it is."""
+        return not self._failed() and (self._parser.is_stopped() or self._parser.is_accepting())
+
+    def forced(self) -> list[int]:
+        """Return the tokens that must follow, as the tokenizer would write them; often none."""
+        return [] if self._failed() or self.ended else self._parser.compute_ff_tokens()
+
+    def copy(self) -> Matcher:
+        """Return another matcher at the same place."""
+        other = Matcher(self._root, self._parser.deep_copy())
+        other._past, other.error = self._past, self.error
+        return other
+
+    def rollback(self, n: int) -> None:
+        """Take back the last `n` tokens that were accepted."""
+        past = min(n, self._past)
+        self._past -= past
+        if n > past:
+            self._parser.rollback(n - past)
+            self._failed()

@@ -1,0 +1,102 @@
+"""Matchers of the tiny model's vocabulary: what is accepted, copied, taken back, and what an error does."""
+
+import pytest
+
+from grammar_walks import TINY, accepts, allowed, matcher_of, vocabulary
+from qrt.errors import ConfigError
+from qrt.grammar.check import Checker
+from qrt.grammar.spec import Grammar, check_bounds
+from qrt.request.structured_outputs import StructuredOutputsParams
+
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize(
+    "params, good, bad",
+    [
+        ({"regex": "[a-f]{3}x+"}, ["abcx", "fedxxx"], ["abc", "abcxy", "xabcx"]),
+        ({"choice": ["yes", "no", 'a "b"\n', "é\\😀"]}, ["yes", "no", 'a "b"\n', "é\\😀"], ["ye", "maybe"]),
+        ({"json_object": True}, ["{}", '{ "a" : [1, null] }'], ["[]", "1", "{", '{"a":1,}']),
+        ({"json": PERSON}, ['{"name": "é", "age": 3}'], ['{"age": 3, "name": "a"}', '{"name": "a"}']),
+        ({"grammar": 'start: "a" B*\nB: "c" | "dd"'}, ["a", "acddc"], ["ad", "ca"]),
+        ({"grammar": 'root ::= "a" b*\nb ::= "c" | "dd"'}, ["a", "acddc"], ["ad", "ca"]),
+        (
+            {"json": PERSON, "disable_any_whitespace": True},
+            ['{"name":"a","age":3}'],
+            ['{"name": "a","age":3}'],
+        ),
+        (
+            {"json": PERSON, "whitespace_pattern": " ?"},
+            ['{"name": "a", "age":3}'],
+            ['{"name":  "a","age":3}'],
+        ),
+    ],
+)
+def test_accepts_what_the_grammar_means(params, good, bad):
+    grammar = Grammar.of(StructuredOutputsParams(**params))
+    assert all(accepts(grammar, text) for text in good)
+    assert not any(accepts(grammar, text) for text in bad)
+
+
+def test_whitespace_is_never_endless():
+    any_object = Grammar.of(StructuredOutputsParams(json_object=True))
+    assert accepts(any_object, "{" + " " * 8 + "}")
+    assert not accepts(any_object, "{" + " " * 9 + "}")
+
+
+def test_an_error_allows_nothing_and_stays():
+    matcher = matcher_of(Grammar("regex", "ab+"))
+    (wrong,) = TINY.encode("x", add_special_tokens=False)
+    assert not matcher.accept(wrong) and matcher.error
+    assert not allowed(matcher) and not matcher.ended and not matcher.may_end and not matcher.forced()
+    assert not matcher.accept(vocabulary().ends[0])
+    assert not matcher_of(Grammar("regex", "ab+")).error  # others of the grammar go on
+
+
+def test_a_spent_limit_is_an_error_and_no_end():
+    matcher = matcher_of(Grammar("lark", 'start: s\ns: s s | "a"'))
+    (a,) = TINY.encode("a", add_special_tokens=False)
+    for _ in range(500):
+        if not (matcher.accept(a) and allowed(matcher)):
+            break
+    assert "501 items" in matcher.error and not matcher.ended and not allowed(matcher)
+
+
+def test_rollback_and_copies_return_to_the_same_masks():
+    matcher = matcher_of(Grammar.of(StructuredOutputsParams(json=PERSON)))
+    tokens = TINY.encode('{"name": "Ada", "age": 36}', add_special_tokens=False) + [vocabulary().ends[0]]
+    masks, copies = [], []
+    for token in tokens:
+        masks.append(allowed(matcher))
+        copies.append(matcher.copy())
+        assert matcher.accept(token)
+    assert matcher.ended
+    for back, (mask, copy) in enumerate(zip(reversed(masks), reversed(copies), strict=True), start=1):
+        matcher.rollback(1)
+        assert allowed(matcher) == mask == allowed(copy), back
+
+
+def test_the_checker_names_the_keyword_and_outlives_its_process():
+    checker = Checker(vocabulary())
+    try:
+        with pytest.raises(ConfigError, match=r"structured_outputs.json.*keyword 'not'"):
+            checker.check(Grammar("json", '{"not": {}}'))
+        checker._process.kill()
+        assert checker.check(Grammar("regex", "a")) == Grammar("regex", "a")
+    finally:
+        checker.close()
+
+
+def test_bounds_refuse_before_anything_is_compiled():
+    for text, words in [
+        ('{"title": "' + "x" * 2**17 + '"}', "bytes"),
+        ('{"items": ' * 200 + "{}" + "}" * 200, "levels"),
+        ('{"enum": [' + ",".join("1" * 10_001) + "]}", "enum"),
+    ]:
+        with pytest.raises(ConfigError, match=words):
+            check_bounds(Grammar("json", text))
