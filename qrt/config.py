@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from qrt.checks import at_least, at_most, check_seed, is_number, listed, one_of, yes_or_no
 from qrt.errors import ConfigError
@@ -63,6 +64,8 @@ POLICIES = ("fcfs", "priority")
 DTYPES = ("auto", "float32", "float16", "bfloat16")  # dtypes of activations
 LOAD_FORMATS = ("auto", "safetensors", "dummy")  # the first two are the same: qrt reads nothing else
 GENERATION_CONFIGS = ("auto", "vllm")
+RUNNERS = ("auto", "generate", "pooling")
+CONVERSIONS = ("auto", "none", "embed", "classify", "reward")
 ADMISSIONS = ("aggressive", "conservative")
 MAX_NUM_SEQS = 2**16  # most requests at once; each takes a row of `max_model_len` tokens on the device
 
@@ -76,6 +79,14 @@ class EngineConfig:
     tokenizer                folder or name of the tokenizer, in the same forms (None: the model's)
     revision                 branch, tag or commit of `model` on the Hub; tokenizer_revision of `tokenizer`
     download_dir             folder that keeps models of the Hub (None: HF_HUB_CACHE or HF_HOME)
+    runner                   "generate" text, or "pooling": vectors and scores; "auto": by the checkpoint's
+                             files
+    convert                  what a model that pools answers with: "embed" vectors, "classify" a number for
+                             each label, "reward" the same for each token; "auto": by the architecture's name
+    pooler_config            replaces what the checkpoint's files say: "pooling_type" (LAST, MEAN, ALL) and
+                             "normalize"
+    hf_overrides             replaces entries of config.json that say how a model pools
+                             (`arch.pooling.OVERRIDES`)
     kv                       KV format: "auto" (unquantized), "bf16", or a name in KV_FORMATS ("int8", "k8v4")
     kv_skip_layers           layers whose K and V are stored unquantized
     load_format              "dummy": random weights with the sizes and schemes of config.json, to measure
@@ -110,6 +121,10 @@ class EngineConfig:
     revision: str | None = None
     tokenizer_revision: str | None = None
     download_dir: str | None = None
+    runner: str = "auto"
+    convert: str = "auto"
+    pooler_config: dict[str, Any] | None = field(default=None, hash=False)
+    hf_overrides: dict[str, Any] | None = field(default=None, hash=False)
     kv: str = "auto"
     kv_skip_layers: tuple[int, ...] = ()
     load_format: str = "auto"
@@ -151,6 +166,11 @@ class EngineConfig:
         one_of("dtype", self.dtype, DTYPES)
         one_of("load_format", self.load_format, LOAD_FORMATS)
         one_of("generation_config", self.generation_config, GENERATION_CONFIGS)
+        one_of("runner", self.runner, RUNNERS)
+        one_of("convert", self.convert, CONVERSIONS)
+        for name in ("pooler_config", "hf_overrides"):
+            if not isinstance(getattr(self, name), dict | None):
+                raise ConfigError(f"{name}: expected a dictionary, got {getattr(self, name)!r:.80}")
         one_of("scheduling_policy", self.scheduling_policy, POLICIES)
         one_of("admission", self.admission, ADMISSIONS)
         at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)

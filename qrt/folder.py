@@ -21,8 +21,10 @@ TOKENIZER_FILES = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model",
     "*.tiktoken", "tekken.json", "chat_template*", "additional_chat_templates/*",
 )  # fmt: skip
+MODULES = "modules.json"  # of sentence-transformers, whose modules have folders such as 1_Pooling
 COPIED = (
     *TOKENIZER_FILES, "generation_config.json", "preprocessor_config.json", "processor_config.json",
+    MODULES, "config_sentence_transformers.json", "sentence_bert_config.json", "[0-9]*_*/config.json",
 )  # fmt: skip
 # Files of AutoGPTQ, llm-awq and ModelOpt with a quantization config -> its quant_method
 SEPARATE_CONFIGS = {
@@ -107,6 +109,17 @@ def no_weights(place: object, names: Collection[str]) -> CheckpointError:
 
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object from a file; CheckpointError if it cannot be read, is too large or no object."""
+    value: dict[str, Any] = _read_json(path, dict)
+    return value
+
+
+def read_list(path: Path) -> list[Any]:
+    """Read a JSON list from a file; raises as `read_json` does."""
+    value: list[Any] = _read_json(path, list)
+    return value
+
+
+def _read_json(path: Path, kind: type) -> Any:
     try:
         expect_at_most(path, MAX_JSON_BYTES)
         value = json.loads(path.read_bytes())
@@ -114,8 +127,9 @@ def read_json(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not JSON ({error}); download or copy it again") from None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: expected a JSON object, got {type(value).__name__}")
+    if not isinstance(value, kind):
+        expected = "object" if kind is dict else kind.__name__
+        raise CheckpointError(f"{path}: expected a JSON {expected}, got {type(value).__name__}")
     return value
 
 

@@ -74,7 +74,7 @@ _GRAPHS = "see --cudagraph-capture-sizes and --enforce-eager"
 _GRAMMARS = "one library makes all shapes of answers; leave it out"
 _TEXT_ONLY = "only text is supported"
 _CONFIG = "the checkpoint's config.json decides it; change it there"
-_POOLING = "qrt serves text generation models only"
+_POOLING = "give --runner pooling, and --convert embed, classify or reward"
 
 # Settings of LLM and flags of qrt-serve (with dashes) that vLLM and LightLLM have and qrt does not.
 SETTINGS = named(
@@ -126,10 +126,9 @@ SETTINGS = named(
     ("kv_transfer_config kv_connector", "K and V stay in one engine", ({},)),
     ("log_config_file", "log lines go to stderr; see --log-level", ()),
     ("disable_log_stats", "an LLM writes no statistics; read llm.engine", (True,)),
-    ("task runner", _POOLING, ("auto", "generate")),
-    ("convert", _POOLING, ("auto", "none")),
-    ("override_pooler_config pooler_config", _POOLING, ()),
-    ("hf_overrides rope_scaling rope_theta", _CONFIG, ({},)),
+    ("task", _POOLING, ("auto", "generate")),
+    ("override_pooler_config", "its name here is pooler_config", ({},)),
+    ("rope_scaling rope_theta", _CONFIG, ({},)),
     ("disable_sliding_window", "the context is cut to the sliding window; see --max-model-len", (False,)),
     ("override_generation_config", "give SamplingParams; see --generation-config", ({},)),
     ("config_format", _CONFIG, ("auto", "hf")),

@@ -84,9 +84,9 @@ def test_every_refusal_says_what_to_do_instead():
 
 # vLLM's EngineArgs with the defaults of 0.8 to 0.11, those left out that qrt has too
 ENGINE_DEFAULTS = {
-    "task": "auto", "runner": "auto", "convert": "auto", "skip_tokenizer_init": False,
+    "task": "auto", "skip_tokenizer_init": False,
     "tokenizer_mode": "auto", "trust_remote_code": False, "allowed_local_media_path": "",
-    "tensor_parallel_size": 1, "hf_overrides": {}, "pipeline_parallel_size": 1, "data_parallel_size": 1,
+    "tensor_parallel_size": 1, "pipeline_parallel_size": 1, "data_parallel_size": 1,
     "enable_expert_parallel": False, "block_size": None, "quantization": None, "rope_scaling": {},
     "rope_theta": None, "swap_space": 4, "cpu_offload_gb": 0, "max_seq_len_to_capture": 8192,
     "disable_custom_all_reduce": False, "disable_async_output_proc": False, "mm_processor_kwargs": None,

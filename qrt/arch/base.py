@@ -16,6 +16,8 @@ from qrt.arch.layer import Layer, QScale, Reach
 from qrt.arch.rope import RopeConfig
 from qrt.errors import CheckpointError, UnsupportedError
 
+POOLING_HEADS = ("score.", "v_head.")  # of models that classify, in transformers and InternLM2
+
 
 @dataclass(frozen=True)
 class Smooth:
@@ -112,6 +114,7 @@ class Arch:
     positions        the learned position of a request's first token; None: there are none
     unit_head        rows of the head are normalized to length 1
     experts          the mixture that sparse layers have in place of the mlp
+    headless         there is no head of a vocabulary: what stands for one is the embedding's table, never run
     ignored          beginnings of names of tensors that the model does not read
     """
 
@@ -152,6 +155,7 @@ class Arch:
     logit_cap: float | None = None
     unit_head: bool = False
     experts: Experts | None = None
+    headless: bool = False
     ignored: tuple[str, ...] = field(default=())
 
     def __post_init__(self) -> None:
@@ -174,6 +178,12 @@ class Arch:
         """Return the architecture with `count` layers, the first ones again where it has fewer."""
         again = -(-count // len(self.layers))
         return replace(self, layers=(self.layers * again)[:count])
+
+    def without_head(self) -> Arch:
+        """Return the body alone, for a model that pools; a stored head of any kind is not read."""
+        ignored = (*self.ignored, f"{self.names.head}.", *POOLING_HEADS)
+        body = replace(self, headless=True, ignored=ignored, tied_embeddings=True)
+        return replace(body, head_bias=False, unit_head=False)
 
     def at(self, index: int) -> Arch:
         """Return the architecture as layer `index` has it: without experts where it is not sparse."""

@@ -25,6 +25,7 @@ MEANINGFUL: Mapping[str, tuple[Any, ...]] = {
     "final_logit_softcapping": (),
     "first_k_dense_replace": (),
     "hidden_activation": (),
+    "is_causal": (True,),
     "kv_lora_rank": (),
     "layer_norm_eps": (),
     "layer_norm_epsilon": (),
@@ -58,6 +59,7 @@ MEANINGFUL: Mapping[str, tuple[Any, ...]] = {
     "shared_intermediate_size": (0,),
     "swiglu_limit": (),
     "topk_method": (),
+    "use_bidirectional_attention": (False,),
     "use_parallel_residual": (False,),
     "use_qk_norm": (False,),
 }

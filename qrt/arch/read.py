@@ -8,6 +8,13 @@ from qrt.arch import ARCHS, Arch
 from qrt.arch.entries import Entries
 from qrt.errors import CheckpointError
 
+# What names of architectures end in: those that have no head of a vocabulary, and those that have one.
+BODIES = (
+    "ForSequenceClassification", "ForProcessRewardModel", "ForRewardModel", "ForTextEncoding",
+    "EmbeddingModel", "TextModel", "Model",
+)  # fmt: skip
+WITH_HEAD = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+
 
 def architecture(config: Mapping[str, Any], path: str | Path) -> str:
     """Return the architecture's name from `config`, the config.json of the folder `path`.
@@ -31,13 +38,24 @@ def _model_type(name: str) -> str:
     return name.removesuffix("ForCausalLM").replace("_", "").lower()
 
 
+def body_of(name: str) -> str | None:
+    """Return the causal model whose body the architecture `name` is; None for one with a head."""
+    if name in ARCHS:
+        return None
+    stems = [name.removesuffix(end) for end in BODIES if name.endswith(end)]
+    return next((stem + end for stem in stems for end in WITH_HEAD if stem + end in ARCHS), None)
+
+
 def read_arch(config: Mapping[str, Any], path: str | Path) -> Arch:
     """Return the architecture of `config`, the config.json of the folder `path`, with its sizes.
 
-    Raises CheckpointError for an impossible entry, UnsupportedError for an architecture that qrt does not
-    know and for an entry that changes the result and that the architecture does not have; each names it.
+    A body without the head of a vocabulary (`Qwen3Model`, `Qwen3ForSequenceClassification`) is read as its
+    causal model. Raises CheckpointError for an impossible entry, UnsupportedError for an architecture that
+    qrt does not know and for an entry that changes the result and that the architecture does not have; each
+    names it.
     """
     entries = Entries(config, architecture(config, path))
-    arch = ARCHS[entries.architecture](entries)
+    whole = body_of(entries.architecture)
+    arch = ARCHS[whole or entries.architecture](entries)
     entries.refuse_unread()
-    return arch
+    return arch if whole is None else arch.without_head()

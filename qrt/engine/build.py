@@ -9,12 +9,14 @@ from pathlib import Path
 
 import torch
 
+from qrt.arch.pooling import Pooling, overridden
 from qrt.config import EngineConfig
 from qrt.engine.generation import GenerationConfig
 from qrt.engine.preflight import Preflight, check_fit, check_settings, preflight
 from qrt.engine.schedule.limits import Limits
 from qrt.engine.step.adjustments import Adjustments
 from qrt.engine.step.graphs import TokenSteps, default_rows, default_tokens
+from qrt.engine.step.pooler import Pooler
 from qrt.engine.step.profile import peak_step_bytes
 from qrt.engine.step.runner import Runner
 from qrt.engine.step.table import RequestTable
@@ -33,10 +35,12 @@ from qrt.mem.storage import KVStorage
 from qrt.mem.windows import LayerGroups
 from qrt.model.decoder import Decoder
 from qrt.model.loader import dummy_model, load_model
+from qrt.model.pooling_head import PoolingHead, dummy_head, load_head
 from qrt.model.products import explain_products
 from qrt.model.smoothing import fit_smoothing
 from qrt.quant.checkpoint import Checkpoint, open_checkpoint
 from qrt.quant.kv import KV_FORMATS, UNQUANTIZED_KV, KVFormat
+from qrt.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +57,7 @@ class Parts:
     limits       the caps on requests and steps
     formats      KV format of each layer
     pool         size of the KV pool
+    pooling      how the model pools; None: it generates
     runner       runs steps on the model and the pool
     """
 
@@ -62,7 +67,18 @@ class Parts:
     limits: Limits
     formats: Sequence[KVFormat]
     pool: PoolSize
+    pooling: Pooling | None
     runner: Runner
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """A model with the checkpoint's defaults, and how it pools, with its head of labels."""
+
+    model: Decoder
+    generation: GenerationConfig = GenerationConfig()
+    pooling: Pooling | None = None
+    head: PoolingHead | None = None
 
 
 def build(
@@ -72,13 +88,14 @@ def build(
 
     `eos_token_ids` end the text beside those that the checkpoint names.
     """
-    config, model, generation = _checked(config, model)
+    config, loaded = _checked(config, model)
+    model, generation = loaded.model, loaded.generation
     named = {*model.arch.eos_token_ids, *generation.eos_token_ids, *eos_token_ids}
     eos = [token for token in named if 0 <= token < model.arch.vocab_size]
     formats = _layer_formats(config, model.arch.num_layers)
     limits, sizes = _limits(config, model, formats), None
     if model.device.type == "cuda":  # a CPU gains nothing by padding
-        sizes = _capture_sizes(config, limits)
+        sizes = _capture_sizes(config, limits, loaded.pooling)
         limits = replace(limits, step_sizes=tuple(sizes[1]))
     groups = _groups(model, limits.max_model_len)
     with launches_on(model.device):
@@ -90,37 +107,59 @@ def build(
         kv = KVStorage(formats, *shape, smoothing, groups=groups.of_layer)
         adjustments = Adjustments(model.arch.vocab_size, eos, model.device)
         runner = _runner(config, model, kv, limits, sizes, adjustments)
+        if loaded.pooling is not None:
+            table = limits.max_num_seqs + 1, model.arch.hidden_size
+            runner.pooler = Pooler(loaded.head, *table, model.device)
     logger.info("model: %s, on %s", model, model.device)
     logger.info("%s; at most %d run at once", pool, limits.max_num_seqs)
     if logger.isEnabledFor(logging.DEBUG):
         _log_products(model, limits, sizes)
-    return Parts(config, generation, eos, limits, formats, pool, runner)
+    return Parts(config, generation, eos, limits, formats, pool, loaded.pooling, runner)
 
 
-def _checked(
-    config: EngineConfig | Preflight, model: Decoder | None
-) -> tuple[EngineConfig, Decoder, GenerationConfig]:
+def _checked(config: EngineConfig | Preflight, model: Decoder | None) -> tuple[EngineConfig, _Loaded]:
     """Return the settings, checked, with the model that they name and its defaults; or with `model`."""
     if model is None:
         found = config if isinstance(config, Preflight) else preflight(config)
-        return found.config, *_load(found.config)
+        return found.config, _load(found.config, found.pooling)
     own = config.config if isinstance(config, Preflight) else config
     check_settings(own)
     check_fit(own, model.arch)
-    return own, model, GenerationConfig()
+    return own, _Loaded(model)
 
 
-def _load(config: EngineConfig) -> tuple[Decoder, GenerationConfig]:
-    """Load the checkpoint's model and its generation defaults."""
+def _load(config: EngineConfig, pooling: Pooling | None) -> _Loaded:
+    """Load the checkpoint's model, its generation defaults, and its head of labels."""
     device = _device(config)
     dummy = config.load_format == "dummy"
     checkpoint = open_checkpoint(config.model, weights=not dummy)
+    checkpoint.config = overridden(checkpoint.config, config.hf_overrides or {})
     neutral = config.generation_config == "vllm"
     generation = GenerationConfig.read(Path(checkpoint.path), sampling=not neutral)
     if dummy:
         logger.warning("%s: the weights are random, as load_format dummy asks for", checkpoint.path)
     load = dummy_model if dummy else load_model
-    return load(checkpoint, device=device, dtype=model_dtype(config, checkpoint, device)), generation
+    dtype = model_dtype(config, checkpoint, device)
+    model = load(checkpoint, device=device, dtype=dtype, headless=pooling is not None)
+    head = None
+    if pooling is not None and pooling.labels:
+        own = model.arch, pooling
+        head = (
+            dummy_head(*own, device)
+            if dummy
+            else load_head(*own, checkpoint, _token_ids(config, pooling), device)
+        )
+    return _Loaded(model, generation, pooling, head)
+
+
+def _token_ids(config: EngineConfig, pooling: Pooling) -> list[int]:
+    """Return the ids of the tokens that the head of labels is made from."""
+    if not pooling.tokens:
+        return []
+    vocabulary = Tokenizer(config.tokenizer or config.model).hf.get_vocab()
+    if unknown := [token for token in pooling.tokens if token not in vocabulary]:
+        raise ConfigError(f"classifier_from_token: expected tokens of the vocabulary, got {unknown[0]!r}")
+    return [int(vocabulary[token]) for token in pooling.tokens]
 
 
 def _device(config: EngineConfig) -> torch.device:
@@ -188,9 +227,16 @@ def _groups(model: Decoder, max_model_len: int) -> LayerGroups:
     return LayerGroups.of([arch.reach(layer).most for layer in range(arch.num_layers)], max_model_len)
 
 
-def _capture_sizes(config: EngineConfig, limits: Limits) -> tuple[Sequence[int], Sequence[int]]:
-    """Sizes of recorded steps: rows that decode, and tokens of steps with prompts."""
-    rows = config.cudagraph_capture_sizes or default_rows(limits.max_num_seqs)
+def _capture_sizes(
+    config: EngineConfig, limits: Limits, pooling: Pooling | None = None
+) -> tuple[Sequence[int], Sequence[int]]:
+    """Sizes of recorded steps: rows that decode, and tokens of steps with prompts.
+
+    A model that pools decodes nothing.
+    """
+    rows: Sequence[int] = [1]
+    if pooling is None:
+        rows = config.cudagraph_capture_sizes or default_rows(limits.max_num_seqs)
     return rows, default_tokens(limits.max_num_batched_tokens)
 
 

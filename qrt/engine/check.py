@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from qrt.arch.pooling import KINDS, Pooling
 from qrt.checks import is_integer
 from qrt.errors import ConfigError
 from qrt.sampling_params import SamplingParams
@@ -19,12 +20,16 @@ class RequestCheck:
     vocab_size    of the model
     eos           tokens that end the text
     priorities    whether requests may name one
+    pooling       how the model pools; None: it generates
     """
 
-    def __init__(self, vocab_size: int, eos: Collection[int], *, priorities: bool) -> None:
+    def __init__(
+        self, vocab_size: int, eos: Collection[int], *, priorities: bool, pooling: Pooling | None = None
+    ) -> None:
         self._vocab_size = vocab_size
         self._eos = eos
         self._priorities = priorities
+        self._pooling = pooling
 
     def tokens(self, prompt_ids: Sequence[int], params: SamplingParams) -> NDArray[np.int32]:
         """Check the token ids of the prompt and the parameters; return the prompt as int32 [P]."""
@@ -59,6 +64,21 @@ class RequestCheck:
                 "allowed_token_ids: expected a token that no other rule bans, but bad_words, or min_tokens "
                 f"together with the stop tokens, may leave {left}; allow more tokens or ban fewer"
             )
+
+    def job(self, pool: str | None) -> None:
+        """Check that the model does what is asked: to generate (None), or to make vectors of a kind."""
+        if pool is None and self._pooling is not None:
+            raise ConfigError(
+                f"prompt: expected a request to {self._pooling.task}, got one to generate; "
+                "start the model with runner='generate' (--runner generate) if it has a head of a vocabulary"
+            )
+        if pool is not None and self._pooling is None:
+            raise ConfigError(
+                "prompt: expected a request to generate, got one for vectors; start the model with "
+                "runner='pooling' (--runner pooling)"
+            )
+        if pool not in (None, *KINDS):
+            raise ConfigError(f"pool: expected one of {', '.join(KINDS)}, got {pool!r}")
 
     def order(self, priority: object, cache_salt: object) -> None:
         """Check the priority and the salt of cached prefixes."""

@@ -42,6 +42,7 @@ class Engine:
     model         the decoder
     formats       KV format of each layer
     pool          size of the KV pool
+    pooling       how the model pools; None: it generates
     generation    the checkpoint's defaults
     scheduler     waiting and running requests, for counts
     """
@@ -64,11 +65,14 @@ class Engine:
         self.generation = parts.generation
         self.formats = parts.formats
         self.pool = parts.pool
+        self.pooling = parts.pooling
         self.runner = parts.runner
         self.model = parts.runner.model
         self._limits, self._eos = parts.limits, parts.eos
         priorities = self.config.scheduling_policy == "priority"
-        self._check = RequestCheck(self.model.arch.vocab_size, parts.eos, priorities=priorities)
+        self._check = RequestCheck(
+            self.model.arch.vocab_size, parts.eos, priorities=priorities, pooling=parts.pooling
+        )
         overlap = self.config.overlap
         self._depth = 2 if (self.model.device.type == "cuda" if overlap is None else overlap) else 1
         self._forget()
@@ -132,18 +136,28 @@ class Engine:
         generate: bool = True,
         priority: int = 0,
         cache_salt: str | None = None,
+        pool: str | None = None,
     ) -> None:
         """Queue a request; generate=False only scores the prompt. `params.n` is ignored.
+
+        `pool` asks a model that pools for vectors of that kind ("last", "mean", "all") instead of tokens.
 
         With the priority scheduling policy the smallest `priority` runs first. A request shares cached
         prefixes only with requests of the same `cache_salt`. Raises ConfigError when the prompt is empty or
         too long, a token id is outside the vocabulary, or the id is in use; QueueFullError when the queue of
         requests or tokens is full.
         """
+        self._check.job(pool)
         self._check.order(priority, cache_salt)
         ids = self._check.tokens(prompt_ids, params)
         self.scheduler.add(
-            request_id, ids, params, generate=generate, priority=priority, cache_salt=cache_salt
+            request_id,
+            ids,
+            params,
+            generate=generate and pool is None,
+            priority=priority,
+            cache_salt=cache_salt,
+            pool=pool,
         )
 
     def abort(self, request_id: str) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from qrt.arch import Arch
+from qrt.arch.pooling import Pooling, overridden, read_pooling
 from qrt.arch.read import read_arch
 from qrt.config import EngineConfig
 from qrt.errors import ConfigError
@@ -22,10 +23,11 @@ DEVICE = re.compile(r"(cuda|cpu)(:\d{1,2})?|\d{1,2}")  # an index alone names a 
 
 
 class Preflight(NamedTuple):
-    """Checked settings, with names of the Hub replaced by folders, and the model's sizes."""
+    """Checked settings, with names of the Hub replaced by folders, the model's sizes, and how it pools."""
 
     config: EngineConfig
     sizes: Arch
+    pooling: Pooling | None
 
 
 def preflight(config: EngineConfig) -> Preflight:
@@ -39,7 +41,7 @@ def preflight(config: EngineConfig) -> Preflight:
     found: list[Arch] = []
 
     def check(folder: Path) -> None:
-        entries = read_config(folder)
+        entries = overridden(read_config(folder), config.hf_overrides or {})
         found.append(read_arch(entries, model_name(folder)))
         check_fit(config, found[0])
 
@@ -54,7 +56,19 @@ def preflight(config: EngineConfig) -> Preflight:
         tokenizer = _place(tokenizer, folder)
     names: dict[str, Any] = {"model": _place(config.model, model), "tokenizer": tokenizer}
     settled: dict[str, Any] = dict.fromkeys(("revision", "tokenizer_revision", "download_dir"))
-    return Preflight(replace(config, **names, **settled), found[0])
+    own = replace(config, **names, **settled)
+    return Preflight(own, found[0], pooling_of(own, read_config(model), model))
+
+
+def pooling_of(config: EngineConfig, entries: dict[str, Any], folder: Path) -> Pooling | None:
+    """Return how the model in `folder`, with the config.json `entries`, pools by these settings."""
+    return read_pooling(
+        overridden(entries, config.hf_overrides or {}),
+        folder,
+        runner=config.runner,
+        convert=config.convert,
+        pooler=config.pooler_config,
+    )
 
 
 def _place(given: str, folder: Path) -> str:

@@ -29,21 +29,27 @@ from qrt.quant.weight.base import WeightData, fuse
 logger = logging.getLogger(__name__)
 
 
-def dummy_model(checkpoint: Checkpoint, *, device: torch.device, dtype: torch.dtype) -> Decoder:
+def dummy_model(
+    checkpoint: Checkpoint, *, device: torch.device, dtype: torch.dtype, headless: bool = False
+) -> Decoder:
     """Make random weights of the sizes, schemes and grids in `checkpoint`'s config.json; read no tensor."""
-    arch = _architecture(checkpoint)
+    arch = _architecture(checkpoint, headless)
     return build(arch, RandomWeights(checkpoint.grid, device, dtype), progress="Making weights")
 
 
-def load_model(source: str | Path | Checkpoint, *, device: torch.device, dtype: torch.dtype) -> Decoder:
+def load_model(
+    source: str | Path | Checkpoint, *, device: torch.device, dtype: torch.dtype, headless: bool = False
+) -> Decoder:
     """Load a checkpoint folder (or "tiny") on `device`; what is not quantized is cast to `dtype`.
+
+    `headless` leaves out the head of the vocabulary, for a model that pools.
 
     Raises UnsupportedError for an architecture or scheme qrt does not run and for a quantized embedding or
     norm, CheckpointError for tensors that are missing, left over or of another shape than config.json says,
     each by name.
     """
     checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
-    arch = _untie(place_names(_architecture(checkpoint), checkpoint), checkpoint)
+    arch = _untie(place_names(_architecture(checkpoint, headless), checkpoint), checkpoint)
     check_names(arch, checkpoint)
     weights = CheckpointWeights(checkpoint, device, dtype)
     decoder = build(arch, weights, progress="Loading weights")
@@ -173,10 +179,11 @@ def _unit_rows(weight: WeightData) -> WeightData:
     return replace(weight, scale=weight.scale.float() / length)
 
 
-def _architecture(checkpoint: Checkpoint) -> Arch:
+def _architecture(checkpoint: Checkpoint, headless: bool) -> Arch:
     if checkpoint.config.get("auto_map"):
         logger.warning("config.json names code of the model's own (auto_map); it is not run")
-    return read_arch(checkpoint.config, checkpoint.path)
+    arch = read_arch(checkpoint.config, checkpoint.path)
+    return arch.without_head() if headless and not arch.headless else arch
 
 
 def _untie(arch: Arch, checkpoint: Checkpoint) -> Arch:
@@ -184,7 +191,7 @@ def _untie(arch: Arch, checkpoint: Checkpoint) -> Arch:
     stored = [name for name in checkpoint.names() if name.startswith(f"{arch.names.head}.")]
     stored = [name for name in stored if not (arch.head_bias and name.endswith(".bias"))]
     embedding = f"{arch.names.embed}.weight"
-    if not arch.tied_embeddings or not stored or not checkpoint.has(embedding):
+    if arch.headless or not arch.tied_embeddings or not stored or not checkpoint.has(embedding):
         return arch
     if stored == [f"{arch.names.head}.weight"]:
         if torch.equal(checkpoint.tensor(stored[0]), checkpoint.tensor(embedding)):

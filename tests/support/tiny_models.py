@@ -38,6 +38,11 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 512,
     "tie_word_embeddings": False,
 }
+KINDS = {  # ends of architectures -> the class of transformers that makes one
+    "ForCausalLM": "AutoModelForCausalLM",
+    "ForSequenceClassification": "AutoModelForSequenceClassification",
+    "Model": "AutoModel",
+}
 NO_HEAD_DIM = {"Qwen2ForCausalLM"}  # its heads are hidden_size / num_attention_heads wide
 
 
@@ -52,6 +57,8 @@ def random_checkpoint(
 ) -> Path:
     """Save a random model of `architecture` ("LlamaForCausalLM", ...) to `folder`; returns `folder`.
 
+    It may be a body alone ("Qwen3Model") or have a head of labels ("Qwen3ForSequenceClassification").
+
     `config` replaces entries of SIZES or adds to them: `attention_bias=True`, `rope_parameters=LLAMA3_ROPE`,
     `tie_word_embeddings=True`. Weights are large enough that attention and logits are not flat, biases are
     random and not zero, norm weights are random around 1, so a layer that is dropped or swapped shows.
@@ -61,9 +68,10 @@ def random_checkpoint(
     sizes = {**SIZES, **config}
     if architecture in NO_HEAD_DIM and "head_dim" not in config:
         del sizes["head_dim"]
-    settings = getattr(transformers, architecture.replace("ForCausalLM", "Config"))(**sizes)
+    end = next(end for end in KINDS if architecture.endswith(end))
+    settings = getattr(transformers, architecture.removesuffix(end) + "Config")(**sizes)
     torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(settings, dtype=torch.float32)
+    model = getattr(transformers, KINDS[end]).from_config(settings, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:

@@ -31,7 +31,7 @@ def preflight(arguments: Namespace) -> None:
 
     def folder_of(name: str, model: str) -> str:
         revision = given.get("revision") if name == "model" else None
-        config, sizes = engine.preflight(EngineConfig(model, revision=revision, **place))
+        config, sizes, _ = engine.preflight(EngineConfig(model, revision=revision, **place))
         for flag, length in lengths_of(given):
             if length > sizes.max_position:
                 raise ConfigError(

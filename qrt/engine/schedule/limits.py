@@ -32,15 +32,16 @@ class Limits:
         """The most cached tokens before the chunks of one step."""
         return max(self.max_model_len, CACHED_TOKENS)
 
-    def end(self, prompt_len: int, max_tokens: int | None, pool: int) -> int:
+    def end(self, prompt_len: int, max_tokens: int | None, pool: int, *, whole: bool = False) -> int:
         """Return the length in tokens at which a request ends, in a KV pool of `pool` slots.
 
         Raises ConfigError when the prompt and one output token do not fit. A prompt that is only scored
-        (`max_tokens` 0) needs one slot less: nothing is predicted from its last token.
+        (`max_tokens` 0) needs one slot less: nothing is predicted from its last token, unless it is computed
+        too (`whole`).
         """
         if not prompt_len:
             raise ConfigError("prompt: expected at least one token, got none")
-        first = -1 if max_tokens == 0 else 1
+        first = 1 if max_tokens != 0 else 0 if whole else -1
         for name, limit in (("max_model_len", self.max_model_len), ("KV pool", pool)):
             if prompt_len + first > limit:
                 raise ConfigError(

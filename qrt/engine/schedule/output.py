@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from qrt.engine.schedule.request import FinishReason
-from qrt.engine.schedule.scores import Scores, concat
+from qrt.engine.schedule.scores import Scores, Vectors, concat, join
 
 
 class StepDelta(NamedTuple):
@@ -17,6 +17,7 @@ class StepDelta(NamedTuple):
     logprobs        one row per new token, where asked for
     prompt_scores   one row per prompt token scored in this step, where asked for; the first token has none
     num_cached      prompt tokens found in the prefix cache
+    pooled          vectors, fp32 [n, D]: the prompt's one, or one for each token of a chunk
     error           why the engine gave the request up (finish_reason is ABORT)
     """
 
@@ -28,6 +29,7 @@ class StepDelta(NamedTuple):
     prompt_scores: Scores | None = None
     num_cached: int = 0
     error: str | None = None
+    pooled: Vectors | None = None
 
 
 def merge(deltas: Sequence[StepDelta]) -> StepDelta:
@@ -36,10 +38,12 @@ def merge(deltas: Sequence[StepDelta]) -> StepDelta:
     if len(deltas) == 1:
         return last
     scores = [delta.logprobs for delta in deltas if delta.logprobs is not None]
+    pooled = [delta.pooled for delta in deltas if delta.pooled is not None]
     prompt = [delta.prompt_scores for delta in deltas if delta.prompt_scores is not None]
     return last._replace(
         token_ids=tuple(token for delta in deltas for token in delta.token_ids),
         logprobs=concat(scores) if scores else None,
         prompt_scores=concat(prompt) if prompt else None,
+        pooled=join(pooled) if pooled else None,
         num_cached=max(delta.num_cached for delta in deltas),
     )

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-from qrt.engine.schedule.scores import Scores
+from qrt.engine.schedule.scores import Scores, Vectors
 from qrt.mem.slots import Ints
 from qrt.sampling_params import SamplingParams
 
@@ -140,11 +140,23 @@ class Scoring:
     num_top: int
 
 
+class Pool(NamedTuple):
+    """What a chunk gives to its request's vector.
+
+    kind   as in `qrt.arch.pooling.Pooling`
+    ends   whether the prompt ends with it
+    """
+
+    kind: str
+    ends: bool
+
+
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """Known tokens of a request, int32 [n], computed at positions [start, start + n).
 
     samples   whether these are its last known tokens, so that the next one is sampled
+    pool      what it gives to the request's vector; None: nothing
     """
 
     request_id: str
@@ -155,6 +167,7 @@ class Chunk:
     sampling: SamplingRules
     banned: tuple[Ban, ...] = ()
     scoring: Scoring | None = None
+    pool: Pool | None = None
 
     @property
     def end(self) -> int:
@@ -199,8 +212,10 @@ class StepResult:
     tokens          one for each of `Plan.sampled`
     logprobs        index into `tokens` -> one row, where asked for
     prompt_scores   request id -> one row for each of the chunk's targets, where asked for
+    pooled          request id -> its vectors that the step has completed, where asked for
     """
 
     tokens: Sequence[int]
     logprobs: Mapping[int, Scores] = field(default_factory=dict)
     prompt_scores: Mapping[str, Scores] = field(default_factory=dict)
+    pooled: Mapping[str, Vectors] = field(default_factory=dict)

@@ -9,7 +9,7 @@ from typing import cast
 
 import numpy as np
 
-from qrt.engine.schedule.plan import Ban, Chunk, Decode, SamplingRules, Scoring
+from qrt.engine.schedule.plan import Ban, Chunk, Decode, Pool, SamplingRules, Scoring
 from qrt.mem.manager import SequenceKV
 from qrt.mem.slots import Ints
 from qrt.sampling_params import SamplingParams
@@ -35,6 +35,7 @@ class Request:
     max_len       length, prompt and output together, at which it ends; P for a request that only scores
     order         sort key of requests: (priority, number of arrival)
     cache_salt    it shares cached prefixes only with requests of the same salt
+    pool          the kind of vectors that it asks for instead of tokens; None: none
     first_turn    the row of the RoPE tables for its position 0; set when it is started or resumed
     output        sampled tokens that are known
     pending       number of tokens that launched steps sample and that are not known yet
@@ -57,6 +58,7 @@ class Request:
     max_len: int
     order: tuple[int, int]
     cache_salt: str | None = None
+    pool: str | None = None
     first_turn: int = 0
     output: list[int] = field(default_factory=list)
     pending: int = 0
@@ -99,6 +101,16 @@ class Request:
         return self.max_len > len(self.prompt)
 
     @property
+    def reuses(self) -> bool:
+        """Whether it may begin with tokens of the prefix cache: they have no logits and no hidden states."""
+        return not self.scoring and self.pool in (None, "last")
+
+    @property
+    def shares(self) -> bool:
+        """Whether its prompt goes to the prefix cache."""
+        return self.generates or self.pool == "last"
+
+    @property
     def decoding(self) -> bool:
         """Whether its next step computes one token, the one sampled last."""
         return self.num_computed >= self.prefill_len
@@ -121,7 +133,7 @@ class Request:
                 return FinishReason.STOP
             return FinishReason.LENGTH if len(self.prompt) + len(self.output) >= self.max_len else None
         done = self.decoding and not self.in_flight and not self.generates
-        return FinishReason.LENGTH if done else None
+        return (FinishReason.STOP if self.pool else FinishReason.LENGTH) if done else None
 
     def scores(self, start: int, end: int) -> Scoring | None:
         """Return the scoring of the prompt tokens after positions [start, end), without those done before."""
@@ -153,7 +165,13 @@ class Request:
             sampling=self.sampling,
             banned=self.banned,
             scoring=self.scores(start, end),
+            pool=self._pool(end),
         )
+
+    def _pool(self, end: int) -> Pool | None:
+        """Return what the chunk that ends at `end` gives to its vector."""
+        ends = end == self.prompt_len
+        return None if self.pool is None or (self.pool == "last" and not ends) else Pool(self.pool, ends)
 
     def _banned(self) -> Iterator[Ban]:
         if len(self.output) + self.pending < self.params.min_tokens:

@@ -91,20 +91,24 @@ class Scheduler:
         generate: bool = True,
         priority: int = 0,
         cache_salt: str | None = None,
+        pool: str | None = None,
     ) -> None:
         """Queue a request for `prompt` int32 [P], the smallest `priority` first.
 
-        generate=False only scores the prompt. Raises ConfigError when the id is in use, or the prompt is
-        empty or can never fit; QueueFullError when the queue is full.
+        generate=False only scores the prompt, or makes vectors of it (`pool`, as in Request). Raises
+        ConfigError when the id is in use, or the prompt is empty or can never fit; QueueFullError when the
+        queue is full.
         """
         if request_id in self._requests:
             raise ConfigError(f"request id {request_id!r}: already in use; choose another id")
-        max_len = self.limits.end(len(prompt), params.max_tokens if generate else 0, self.kv.num_slots)
+        max_len = self.limits.end(
+            len(prompt), params.max_tokens if generate else 0, self.kv.num_slots, whole=bool(pool)
+        )
         self.waiting.check_room(len(prompt))
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
         sampling = SamplingRules.of(params, len(prompt), self._seed_of(params))
         order = (priority, self._num_added)
-        request = Request(request_id, prompt, params, sampling, stop_ids, max_len, order, cache_salt)
+        request = Request(request_id, prompt, params, sampling, stop_ids, max_len, order, cache_salt, pool)
         self._num_added += 1
         self._requests[request_id] = request
         self.waiting.add(request)
@@ -178,11 +182,11 @@ class Scheduler:
             if request.seq is not None:
                 request.num_scored = max(request.num_scored, min(chunk.end, len(request.prompt) - 1))
                 self._publish(request, chunk.end)
-                scores = result.prompt_scores.get(request.id)
+                scores, pooled = result.prompt_scores.get(request.id), result.pooled.get(request.id)
                 if chunk.samples:
                     deltas.append(self._take(request, tokens[index], logprobs.get(index), scores))
-                elif scores or request.finish_reason:
-                    deltas.append(self._report(request, prompt_scores=scores))
+                elif scores or pooled is not None or request.finish_reason:
+                    deltas.append(self._report(request, prompt_scores=scores)._replace(pooled=pooled))
             index += chunk.samples
         return deltas
 
@@ -266,7 +270,7 @@ class Scheduler:
 
     def _publish(self, request: Request, end: int) -> None:
         """Share the first `end` tokens of a prompt; they have been computed."""
-        if request.generates and request.seq is not None:
+        if request.shares and request.seq is not None:
             self._lookahead.publish(request, request.prompt[:end])
             if end >= len(request.prompt):
                 request.published = True
@@ -302,9 +306,9 @@ class Scheduler:
         if request is self._refused and self._patience:
             self._patience -= 1
             return None
-        ids, reuse = request.ids, not request.scoring
+        ids, reuse = request.ids, request.reuses
         request.first_turn = self._first_turn(len(ids))
-        if not request.generates and len(ids) > 1:
+        if not request.generates and not request.pool and len(ids) > 1:
             ids = ids[:-1]  # nothing is predicted from the last token
         cached = self.kv.cached(ids, request.salt) if reuse else 0
         if cached > room or reuse and self._unpublished.shares(request, ids, cached):
@@ -387,9 +391,13 @@ class Scheduler:
         reason = request.finish_reason
         if reason:
             del self._requests[request.id]
-            self._stop(request, keep=request.generates)
+            self._stop(request, keep=request.shares)
         stop_reason = None
-        if reason is FinishReason.STOP and (request.params.ignore_eos or token_ids[-1] not in self._eos):
+        if (
+            token_ids
+            and reason is FinishReason.STOP
+            and (request.params.ignore_eos or token_ids[-1] not in self._eos)
+        ):
             stop_reason = token_ids[-1]
         cached = request.num_cached or 0
         return StepDelta(request.id, token_ids, reason, stop_reason, logprobs, prompt_scores, cached)

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+Vectors = Tensor  # fp32 [n, D], what a model that pools makes of a prompt
+
 
 @dataclass(frozen=True)
 class Scores:
@@ -58,3 +60,8 @@ def concat(parts: Sequence[Scores]) -> Scores:
         torch.cat([part.top_ids for part in parts]),
         torch.cat([part.top_logprobs for part in parts]),
     )
+
+
+def join(parts: Sequence[Vectors]) -> Vectors:
+    """Join the vectors of all parts, in order."""
+    return torch.cat(list(parts))

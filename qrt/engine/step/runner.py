@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from qrt.engine.schedule.plan import Plan, StepResult
-from qrt.engine.schedule.scores import Scores, concat
+from qrt.engine.schedule.scores import Scores, Vectors, concat
 from qrt.engine.step.adjustments import Adjustments
 from qrt.engine.step.batch import Batch, build
 from qrt.engine.step.graphs import TokenSteps
 from qrt.engine.step.logprobs import score
+from qrt.engine.step.pooler import Pooler
 from qrt.engine.step.sample_batch import SampleBatch, is_plain, make_sample_batch
 from qrt.engine.step.sampler import sample
 from qrt.engine.step.table import RequestTable
@@ -35,18 +36,20 @@ class Launched:
     tokens: Tensor | None
     logprobs: Mapping[int, Scores]
     prompt_scores: Mapping[str, Scores]
+    pooled: Mapping[str, Vectors]
 
     def result(self) -> StepResult:
         """Wait for the step and return its result."""
         self.fetch.wait()
         tokens = [] if self.tokens is None else self.tokens.tolist()
-        return StepResult(tokens, self.logprobs, self.prompt_scores)
+        return StepResult(tokens, self.logprobs, self.prompt_scores, self.pooled)
 
 
 class Runner:
     """Runs steps on the model, its K/V and the request table of one device.
 
     token_steps   runs the plans that fit padded steps; None: no plan is padded
+    pooler        makes the vectors of a model that pools
     timeline      if set, records every step (on a GPU)
     """
 
@@ -59,6 +62,7 @@ class Runner:
         *,
         attend_cache: bool = False,
         token_steps: TokenSteps | None = None,
+        pooler: Pooler | None = None,
     ) -> None:
         self.model = model
         self.kv = kv
@@ -66,6 +70,7 @@ class Runner:
         self.adjustments = adjustments
         self.attend_cache = attend_cache
         self.token_steps = token_steps
+        self.pooler = pooler
         self.timeline: Timeline | None = None
 
     @torch.inference_mode()
@@ -111,9 +116,10 @@ class Runner:
         hidden = self.model.hidden(batch.step, self.kv)
         fetch = Fetch(self.table.device)
         prompt_scores = self._score_prompts(plan, batch, hidden, fetch)
+        pooled = {} if self.pooler is None else self.pooler(plan, hidden, fetch)
         tokens, logprobs = self._sample(plan, batch.samples, hidden, fetch)
         fetch.sent()
-        return Launched(fetch, tokens, logprobs, prompt_scores)
+        return Launched(fetch, tokens, logprobs, prompt_scores, pooled)
 
     def _padded(self, steps: TokenSteps, plan: Plan) -> Launched:
         """Launch a padded step; its graph includes plain sampling."""
@@ -123,14 +129,17 @@ class Runner:
             self.timeline.begin()
         tokens: Tensor | None = None
         logprobs: dict[int, Scores] = {}
+        pooled: dict[str, Vectors] = {}
         if plan.sampled and is_plain(plan):
             tokens = fetch.take(steps.sample(plan))
         else:
             hidden = steps.forward(plan)
+            if self.pooler is not None:
+                pooled = self.pooler(plan, hidden, fetch)
             samples = make_sample_batch(plan, self.adjustments, self.table.device)
             tokens, logprobs = self._sample(plan, samples, hidden, fetch)
         fetch.sent()
-        return Launched(fetch, tokens, logprobs, {})
+        return Launched(fetch, tokens, logprobs, {}, pooled)
 
     def _sample(
         self, plan: Plan, samples: SampleBatch | None, hidden: Tensor, fetch: Fetch

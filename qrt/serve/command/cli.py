@@ -43,7 +43,7 @@ def serve(arguments: Namespace) -> int:
     set_up_logging(arguments.log_level, f"qrt-serve pid={os.getpid()}")
     logging.getLogger("httpx").setLevel(logging.WARNING)  # at INFO it logs each request to the Hub
     engine, server = engine_config(arguments), server_config(arguments)
-    engine, _ = preflight(engine)
+    engine = preflight(engine).config
     if server.host not in LOOPBACK and not server.uds and not server.api_keys:
         logger.warning("%s is reachable from outside without a key; set --api-key-file", server.host)
     return supervise(engine, server)

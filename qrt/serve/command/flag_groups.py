@@ -9,6 +9,7 @@ from typing import Any
 from qrt.cli import add_hub_flags
 from qrt.config import ADMISSIONS, GENERATION_CONFIGS, LOAD_FORMATS, POLICIES, EngineConfig
 from qrt.quant.kv import KV_FORMATS
+from qrt.serve.command.pooling_flags import add_pooling
 from qrt.serve.settings import ServerConfig
 from qrt.text.tool_calls import FORMATS
 
@@ -348,6 +349,7 @@ GROUPS = {
     "api": _add_api,
     "limits": _add_limits,
     "model": _add_model,
+    "pooling": add_pooling,
     "kv": _add_memory,
     "engine": _add_engine,
     "logs": _add_logs,
