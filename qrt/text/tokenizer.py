@@ -68,6 +68,12 @@ class Tokenizer:
         added = self._backend.get_added_tokens_decoder()
         return frozenset(token_id for token_id, token in added.items() if token.special)
 
+    @cached_property
+    def special_names(self) -> dict[str, int]:
+        """Return the ids that `decode` skips, by the text of their token."""
+        added = self._backend.get_added_tokens_decoder()
+        return {added[token_id].content: token_id for token_id in sorted(self.special_ids)}
+
     def shown(self, token_ids: Iterable[int]) -> Iterator[int]:
         """Yield the ids that `decode` does not skip; ConfigError for what cannot be a token id."""
         try:

@@ -1,7 +1,19 @@
-"""Read tool calls from a model's answer, in the notations of common chat templates."""
+"""Tool calls in the notations of common chat templates: read from an answer, or forced by a grammar."""
 
 from qrt.text.tool_calls.call import ToolCall
-from qrt.text.tool_calls.formats import FORMATS, ToolFormat, tool_format
+from qrt.text.tool_calls.formats import FORMATS, LISTED, ToolFormat, tool_format
+from qrt.text.tool_calls.grammar import Callee, Calls, calls_grammar
 from qrt.text.tool_calls.stream import MAX_CALLS, ToolCallStream
 
-__all__ = ["FORMATS", "MAX_CALLS", "ToolCall", "ToolCallStream", "ToolFormat", "tool_format"]
+__all__ = [
+    "FORMATS",
+    "LISTED",
+    "MAX_CALLS",
+    "Calls",
+    "Callee",
+    "ToolCall",
+    "ToolCallStream",
+    "ToolFormat",
+    "calls_grammar",
+    "tool_format",
+]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import uuid
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,11 @@ class ToolCall:
     name: str
     arguments: str
     id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex[:24]}")
+
+
+def finite(number: str) -> float:
+    """Read a number; one beyond a float's range becomes the last float, as JSON has no infinity."""
+    return max(-sys.float_info.max, min(float(number), sys.float_info.max))
 
 
 def read_calls(value: Any) -> list[ToolCall]:
@@ -39,7 +45,7 @@ def named_call(name: Any, arguments: Any) -> ToolCall:
     if not isinstance(name, str) or not name:
         raise ValueError("a call without a name")
     if isinstance(arguments, str):
-        arguments = json.loads(arguments)
+        arguments = json.loads(arguments, parse_float=finite)
     if not isinstance(arguments, dict):
         raise ValueError("arguments that are not an object")
     text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)

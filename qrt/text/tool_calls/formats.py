@@ -19,7 +19,7 @@ from typing import Any
 
 from qrt.errors import ConfigError
 from qrt.registry import nearest
-from qrt.text.tool_calls.call import ToolCall, named_call, read_calls
+from qrt.text.tool_calls.call import ToolCall, finite, named_call, read_calls
 from qrt.text.tool_calls.outline import Outline, json_at
 
 SPACE = re.compile(r"\s*")
@@ -106,6 +106,12 @@ class Mistral(JsonFormat):
         return None if decoded is None else ([named_call(named[1], decoded[0])], decoded[1])
 
 
+class Listed(JsonFormat):
+    """A JSON list and nothing else: how calls are forced where the model's own notation is unknown."""
+
+    opening = "["
+
+
 class Pythonic(ToolFormat):
     """A list of calls in Python's notation."""
 
@@ -141,11 +147,18 @@ def _python_call(node: ast.expr) -> ToolCall:
 
 
 class _Constants(ast.NodeTransformer):
-    """Turns the words true, false and null into constants: models write JSON's words in Python too."""
+    """Turns the words true, false and null into constants: models write JSON's words in Python too.
+
+    Its numbers are as finite as JSON's.
+    """
 
     def visit_Name(self, node: ast.Name) -> Any:
         """See ast.NodeVisitor."""
         return ast.Constant(CONSTANTS[node.id]) if node.id in CONSTANTS else node
+
+    def visit_Constant(self, node: ast.Constant) -> Any:
+        """See ast.NodeVisitor."""
+        return ast.Constant(finite(str(node.value))) if isinstance(node.value, float) else node
 
 
 FORMATS: dict[str, ToolFormat] = {
@@ -154,6 +167,7 @@ FORMATS: dict[str, ToolFormat] = {
     "mistral": Mistral(),
     "pythonic": Pythonic(),
 }
+LISTED = Listed()
 
 
 def tool_format(name: str, chat_template: str) -> ToolFormat | None:

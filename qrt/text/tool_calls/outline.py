@@ -6,8 +6,11 @@ import json
 import re
 from typing import Any
 
+from qrt.text.tool_calls.call import finite
+
 # What JSON that is cut off may end with, from the error on: nothing, or the start of a word or of a number
 UNFINISHED = re.compile(r"(t(ru?)?|f(a(ls?)?)?|n(ul?)?|-|\.|[eE][+-]?)?\s*\Z")
+DECODER = json.JSONDecoder(parse_float=finite)
 LONGEST_ESCAPE = len(r"\u0000")
 MARKS = re.compile(r"\\|\"+|'+|[\[\](){}#\n]")
 
@@ -77,7 +80,7 @@ class Outline:
 def json_at(text: str, start: int) -> tuple[Any, int] | None:
     """Decode the JSON value at `start`; return it and its end, or None while it is incomplete."""
     try:
-        return json.JSONDecoder().raw_decode(text, start)
+        return DECODER.raw_decode(text, start)
     except json.JSONDecodeError as error:
         half = error.msg.startswith("Invalid \\u") and len(text) - error.pos < LONGEST_ESCAPE
         if half or error.msg.startswith("Unterminated") or UNFINISHED.match(text, error.pos):
