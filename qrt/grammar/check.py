@@ -14,6 +14,7 @@ from threading import Lock
 from qrt.errors import ConfigError
 from qrt.grammar.spec import Grammar, check_bounds
 from qrt.grammar.vocabulary import Vocabulary
+from qrt.request.structured_outputs import StructuredOutputsParams
 
 KEPT = 256
 
@@ -45,6 +46,15 @@ class Checker:
         if isinstance(verdict, str):
             raise ConfigError(verdict)
         return verdict
+
+    def checked(self, shape: StructuredOutputsParams, place: str = "") -> StructuredOutputsParams:
+        """Return a shape for the engine, as `check` does; `place` is the request's field that asks for it."""
+        grammar = Grammar.of(shape)
+        try:
+            found = self.check(grammar)
+        except ConfigError as error:
+            raise ConfigError(str(error).replace(grammar.field, place or grammar.field)) from error
+        return shape if found == grammar else replace(shape, grammar=found.text)
 
     def start(self) -> None:
         """Start the process if it does not run; it is ready 2 s later for 150,000 tokens."""

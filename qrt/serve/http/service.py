@@ -7,13 +7,18 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, TypeVar
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from qrt.errors import ConfigError
+from qrt.grammar.check import Checker
+from qrt.grammar.vocabulary import Vocabulary
+from qrt.request.structured_outputs import StructuredOutputsParams
 from qrt.sampling_params import SamplingParams
 from qrt.serve.link.engine_client import EngineClient, RequestStream
 from qrt.serve.settings import MAX_LISTED, MAX_SCORES, ServerConfig
@@ -23,6 +28,7 @@ from qrt.text.tool_calls import ToolFormat, tool_format
 
 logger = logging.getLogger(__name__)
 
+SHAPE_THREADS = 4  # that wait for checks, one of which runs at a time
 INLINE_CHARS = 8192  # longer texts are tokenized in a thread
 Result = TypeVar("Result")
 
@@ -40,6 +46,7 @@ class Service:
         self.config = config
         self.draining = False
         self.started = int(time.time())
+        self._shape_threads = ThreadPoolExecutor(SHAPE_THREADS, "shapes")
         self.tool_format: ToolFormat | None = tool_format(
             config.tool_call_parser, tokenizer.chat_template(config.chat_template, tools=True) or ""
         )
@@ -95,6 +102,32 @@ class Service:
             return params
         ids = await self.off_loop(sum(map(len, words)), lambda: encode_bad_words(words, self.tokenizer))
         return replace(params, bad_words=ids)
+
+    async def with_checked_shape(self, params: SamplingParams, place: str) -> SamplingParams:
+        """Return `params` with the shape that the engine takes; call it once for all prompts of a body.
+
+        place    the field that asks for the shape; a ConfigError of what cannot be enforced names it
+
+        It waits in threads of its own: a slow grammar holds up other grammars alone.
+        """
+        if (shape := params.structured_outputs) is None:
+            return params
+        checked = asyncio.get_running_loop().run_in_executor(
+            self._shape_threads, lambda: self._checker.checked(StructuredOutputsParams.of(shape), place)
+        )
+        return replace(params, structured_outputs=await checked)
+
+    @cached_property
+    def _checker(self) -> Checker:
+        tokenizer = self.tokenizer
+        return Checker(Vocabulary.of(tokenizer, self.client.info.vocab_size, tokenizer.eos_token_ids))
+
+    async def close(self) -> None:
+        """Close the engine's client, and end the process that checks shapes."""
+        await self.client.close()
+        self._shape_threads.shutdown(wait=False, cancel_futures=True)
+        if "_checker" in self.__dict__:
+            await asyncio.to_thread(self._checker.close)
 
     async def off_loop(self, num_chars: int, work: Callable[[], Result]) -> Result:
         """Do `work` here if the text is short, else in a thread."""

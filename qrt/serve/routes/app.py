@@ -58,7 +58,7 @@ def create_app(service: Service) -> FastAPI:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(service.client.ready.wait(), READY_SECONDS)
         yield
-        await service.client.close()
+        await service.close()
 
     app = FastAPI(
         title="qrt",

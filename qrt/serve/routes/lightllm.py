@@ -184,6 +184,7 @@ async def _collector(service: Service, body: GenerateRequest, shape: type[Lightl
     defaults = {} if service.config.use_tgi_api else service.defaults  # TGI has its own, for all models
     max_tokens = service.max_tokens(body.parameters.max_new_tokens)
     params = body.parameters.sampling_params(shape.samples(body.parameters), defaults, max_tokens)
+    params = await service.with_checked_shape(params, body.parameters.shape_place)
     ids = await service.encode(body.inputs, body.parameters.add_special_tokens)
     return service.collector(body.inputs, ids, params)
 

@@ -55,7 +55,6 @@ def openai_routes(service: Service) -> APIRouter:
     async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
         arrived = time.monotonic()
         check_body(service, body)
-        body.check_tool_choice()
         collectors = await chat_collectors(service, body)
         reply = ChatReply(new_id("chatcmpl"), body.model or service.model, body, collectors)
         return await answer(service, request, body, collectors, reply, arrived)
@@ -118,6 +117,7 @@ async def completion_collectors(service: Service, body: CompletionRequest) -> li
     params = body.sampling_params(service.defaults, max_tokens, body.logprobs)
     if not generate and params.structured_outputs:
         raise ConfigError(f"{name}: expected at least 1 for an answer that has a shape, got 0")
+    params = await service.with_checked_shape(params, body.shape_place)
     params = await service.with_bad_words(params)
     if body.echo and body.logprobs is not None:
         if body.stream and body.n > 1:
@@ -143,6 +143,7 @@ async def chat_collectors(service: Service, body: ChatCompletionRequest) -> list
         raise ConfigError(
             "top_logprobs: expected only with logprobs: true; set it, or leave top_logprobs out"
         )
+    calls = body.calls
     messages = [message.for_template() for message in body.messages]
     text = await service.render_chat(messages, **body.template_arguments(tools=body.uses_tools))
     ids = await service.encode(text, body.add_special_tokens)
@@ -151,10 +152,12 @@ async def chat_collectors(service: Service, body: ChatCompletionRequest) -> list
     params = body.sampling_params(service.defaults, service.max_tokens(max_tokens), logprobs)
     params = await service.with_bad_words(params)
     format = AnswerFormat()
-    if body.uses_tools and service.tool_format:
-        format = AnswerFormat(service.tool_format, frozenset(tool.function.name for tool in body.tools or ()))
-        if service.tool_format.marker in service.tokenizer.hf.all_special_tokens:
+    if tools := calls.format(service.tool_format):
+        format = AnswerFormat(tools, calls.names)
+        params = calls.shaped(params, tools, service.tokenizer.special_names)
+        if tools.marker in service.tokenizer.special_names:
             params = replace(params, skip_special_tokens=False)  # keep the marks of tool calls
+    params = await service.with_checked_shape(params, body.shape_place or "tools")
     _check_length(service, len(ids), max_tokens, name)
     collector = service.collector(text, ids, params, **body.engine_options())
     collector.answer = format

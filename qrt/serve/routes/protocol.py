@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, PrivateAttr, model_validator
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
-from qrt.errors import ConfigError, UnsupportedError
+from qrt.errors import ConfigError
 from qrt.sampling_params import MAX_BAD_WORDS, SamplingParams
 from qrt.serve.http.body import Body, Count, Limit, LogitBias, Penalty, Stop, TokenList, Tokens, by_token_id
 from qrt.serve.routes.shapes import ShapeFields
+from qrt.serve.routes.tools import Tool, ToolChoice
 from qrt.serve.settings import (
     MAX_DOCUMENTS,
     MAX_MESSAGES,
@@ -141,37 +142,6 @@ class ChatMessage(BaseModel):
         return self.model_dump(exclude_unset=True)
 
 
-class Function(BaseModel):
-    """A tool's definition; `parameters` is a JSON schema."""
-
-    model_config = ConfigDict(extra="allow")
-
-    name: Annotated[str, Field(min_length=1, max_length=256)]
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-
-
-class Tool(BaseModel):
-    """A tool that the model may call."""
-
-    model_config = ConfigDict(extra="allow")
-
-    type: Literal["function"]
-    function: Function
-    _given: dict[str, Any] = PrivateAttr(default_factory=dict)
-
-    @model_validator(mode="wrap")
-    @classmethod
-    def _keep(cls, given: Any, handler: Any) -> Tool:
-        tool: Tool = handler(given)
-        tool._given = given
-        return tool
-
-    def for_template(self) -> dict[str, Any]:
-        """Return the tool as it came, for `ChatTemplate.render`: templates print its keys in their order."""
-        return self._given
-
-
 class Conversation(Body):
     """The fields that the chat template renders; /tokenize takes them too."""
 
@@ -226,25 +196,11 @@ class ChatCompletionRequest(Conversation, SamplingFields):
     parallel_tool_calls: bool = True
 
     @property
+    def calls(self) -> ToolChoice:
+        """What the request says of calls; ConfigError for a wrong `tool_choice`."""
+        return ToolChoice.of(self.tool_choice, self.tools or (), self.parallel_tool_calls)
+
+    @property
     def uses_tools(self) -> bool:
         """Whether the model may call tools."""
         return bool(self.tools) and self.tool_choice != "none"
-
-    def check_tool_choice(self) -> None:
-        """Raise ConfigError for a wrong tool_choice, UnsupportedError for one that needs a grammar."""
-        choice = self.tool_choice
-        if choice in (None, "none"):
-            return
-        if not self.tools:
-            raise ConfigError("tool_choice: expected only with tools; add tools, or leave it out")
-        if choice == "auto":
-            return
-        if choice == "required" or isinstance(choice, dict):
-            got = choice if choice == "required" else "a function"
-            raise UnsupportedError(
-                f"tool_choice: expected auto or none, got {got}; structured output is not supported, "
-                "and without it no call can be forced"
-            )
-        raise ConfigError(
-            f"tool_choice: expected none, auto, required or a function's name, got {choice!r:.50}"
-        )

@@ -31,7 +31,6 @@ def render_routes(service: Service) -> APIRouter:
     @routes.post("/v1/chat/completions/render", response_model=dict[str, Any], responses=errors())
     async def chat_completions(body: ChatCompletionRequest) -> Response:
         check_body(service, body)
-        body.check_tool_choice()
         collectors = await chat_collectors(service, body)
         service.check_size(collectors)
         return await _reply(service, collectors, lambda: _rendered(body, collectors[0]))

@@ -204,6 +204,7 @@ class ChatReply(Reply):
         super().__init__(id, model, body, collectors)
         self._num_top = body.top_logprobs or 0
         self._parallel = body.parallel_tool_calls
+        self._called = "stop" if body.calls.named else "tool_calls"  # as OpenAI and vLLM end such answers
         self._format = collectors[0].answer
         self._streams = [self._format.stream() for _ in range(self._n)]
 
@@ -226,7 +227,7 @@ class ChatReply(Reply):
         if calls:
             message["content"] = content or None
             message["tool_calls"] = [_tool_call(call) for call in (calls if self._parallel else calls[:1])]
-            reason = "tool_calls" if reason == "stop" else reason
+            reason = self._called if reason == "stop" else reason
         return {
             "index": number,
             "message": message,
@@ -248,7 +249,7 @@ class ChatReply(Reply):
                 break
             yield _chat_chunk(number, {"tool_calls": [{"index": place, **_tool_call(call)}]})
         if stream.num_calls:
-            reason = "tool_calls" if reason == "stop" else reason
+            reason = self._called if reason == "stop" else reason
         if not (text or reason or logprobs):
             return
         choice = _chat_chunk(number, {"content": text} if text else {}, logprobs, reason)

@@ -42,8 +42,7 @@ class ShapeFields(Body):
 
         ConfigError for more than one shape, or a wrong one; UnsupportedError for a structural tag.
         """
-        asked = [found for name in READERS if (found := self._asked(name))]
-        if not asked:
+        if not (asked := self._all_asked()):
             return None
         if len(asked) > 1:
             names = " and ".join(name.partition(".")[0] for name, _ in asked)
@@ -60,6 +59,15 @@ class ShapeFields(Body):
                 raise
             (kind,) = fields.keys() - {"whitespace_pattern"}
             raise ConfigError(str(error).replace(f"structured_outputs.{kind}", place)) from error
+
+    @property
+    def shape_place(self) -> str:
+        """The place of the field that asks for a shape, for errors; "" where they name it anyway."""
+        place = next((place for place, _ in self._all_asked()), "")
+        return "" if place == "structured_outputs" else place
+
+    def _all_asked(self) -> list[Asked]:
+        return [found for name in READERS if (found := self._asked(name))]
 
     def _asked(self, name: str) -> Asked | None:
         value = getattr(self, name)

@@ -138,11 +138,36 @@ def test_a_call_that_was_cut_off_leaves_the_conversation_usable(client, argument
 
 
 @pytest.mark.model
-def test_a_forced_call_is_refused_by_name(client):
-    for choice in ("required", {"type": "function", "function": {"name": "get_weather"}}):
-        with pytest.raises(openai.InternalServerError, match="tool_choice") as error:
-            ask(client, "plain", tool_choice=choice)
-        assert error.value.status_code == 501
+@pytest.mark.parametrize(
+    "choice, message",
+    [
+        ("get_weather", "tool_choice: expected none, auto, required or a function's name, got 'get_weather'"),
+        ({"type": "function"}, "tool_choice.function.name: expected a function's name, got None"),
+        (
+            {"type": "function", "function": {"name": "open_door"}},
+            "tool_choice.function.name: expected the name of one of tools, got 'open_door'",
+        ),
+        (
+            {"type": "allowed_tools", "allowed_tools": {"mode": "any"}},
+            "tool_choice.allowed_tools.mode: expected",
+        ),
+        (
+            {
+                "type": "allowed_tools",
+                "allowed_tools": {"mode": "auto", "tools": [{"type": "function", "name": 5}]},
+            },
+            "tool_choice.allowed_tools.tools.0.function.name: expected a function's name, got 5",
+        ),
+    ],
+)
+def test_wrong_choices_are_refused_by_name(client, choice, message):
+    with pytest.raises(openai.BadRequestError) as error:
+        ask(client, "plain", tool_choice=choice)
+    assert error.value.body["message"].startswith(message)
+
+
+@pytest.mark.model
+def test_a_choice_needs_tools(client):
     with pytest.raises(openai.BadRequestError, match="tool_choice: expected only with tools"):
         client.chat.completions.create(
             model="tiny", messages=[{"role": "user", "content": "x"}], tool_choice="auto"
