@@ -11,7 +11,8 @@ from qrt.request.structured_outputs import StructuredOutputsParams
 
 MAX_BYTES = 128 * 1024
 MAX_CHOICES = 10_000
-SPACES = r"[\x20\n\r\t]{1,8}"  # never endless: models like to write spaces for ever
+# Room for the indentation of nested objects, but never endless: models like to write spaces for ever.
+SPACES = r"[\x20\n\r\t]{1,40}"
 ANY_OBJECT = '{"type": "object"}'
 FIELDS = {"json": "json", "regex": "regex", "choice": "choice", "lark": "grammar"}
 

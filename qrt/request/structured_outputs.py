@@ -22,7 +22,7 @@ class StructuredOutputsParams:
     choice                   texts of which the answer is one
     grammar                  a grammar in Lark's notation, or in EBNF as in llama.cpp (GBNF) and SGLang
     json_object              True: any JSON object
-    whitespace_pattern       the expression that JSON has where space is allowed; None: at most 8 spaces,
+    whitespace_pattern       the expression that JSON has where space is allowed; None: at most 40 spaces,
                              tabs or line ends
     disable_any_whitespace   True: JSON has no such spaces
     """
