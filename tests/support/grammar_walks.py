@@ -33,6 +33,26 @@ def allowed(matcher):
     return set(np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist())
 
 
+def walked(matcher, rng, most):
+    """Walk a matcher over at most `most` allowed tokens; return them, or None in an error."""
+    tokens = []
+    while len(tokens) < most and not matcher.ended:
+        ids = allowed(matcher)
+        if matcher.error:
+            assert not ids
+            return None
+        assert ids, "neither an end nor a token is allowed"
+        token = rng.choice(sorted(ids))
+        if token in vocabulary().ends:
+            assert matcher.may_end
+            break
+        if not matcher.accept(token):
+            assert "token" not in matcher.error, "a mask allowed what the matcher does not"
+            return None
+        tokens.append(token)
+    return tokens
+
+
 def accepts(grammar, text):
     """Whether `text` is a whole answer, token by token, and every mask on the way allowed it."""
     matcher = matcher_of(grammar)
