@@ -19,7 +19,7 @@ from qrt.engine.engine import Engine
 from qrt.engine.garbage import short_collections
 from qrt.engine.preflight import preflight
 from qrt.errors import ConfigError, UnsupportedError
-from qrt.llm import engine_config
+from qrt.llm import engine_config, reasoning_reader
 from qrt.peer_fields import refuse_arguments
 from qrt.peers import refuse_method
 from qrt.sampling_params import SamplingParams
@@ -45,8 +45,10 @@ class AsyncLLM:
 
     def __init__(self, model: str, *, kv: str = "auto", **settings: Any) -> None:
         """Load `model`; `settings` are those of LLM."""
+        parser = settings.pop("reasoning_parser", None)
         checked = preflight(engine_config(model, {"kv": kv, **settings}))
         self.tokenizer = Tokenizer(checked.config.tokenizer or checked.config.model)
+        self._reasoning = reasoning_reader(parser, self.tokenizer)
         engine = Engine(checked, eos_token_ids=self.tokenizer.eos_token_ids)
         self.client = ThreadClient(Router(engine))
         weakref.finalize(self, self.client.end)  # the thread holds the engine and its memory
@@ -166,6 +168,7 @@ class AsyncLLM:
         self, prompt: Prompt, params: SamplingParams, request_id: str | None, priority: int
     ) -> RequestCollector:
         ((text, ids, salt),) = split_prompts([prompt], self.tokenizer)
+        self._reasoning.check(params)
         serial = next(self._ids)
         name = request_id if request_id is not None else f"async-{serial}"
         # the engine gets another id: tokens of an aborted request may still come when its id is used again
@@ -173,4 +176,5 @@ class AsyncLLM:
             f"{name}-{serial}", text, ids, params, self.tokenizer, priority=priority, cache_salt=salt
         )
         collector.request_id = name
+        collector.thinking = self._reasoning.plain_thinking(ids, params)
         return collector

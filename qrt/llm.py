@@ -28,6 +28,7 @@ from qrt.sampling_params import SamplingParams
 from qrt.text.collector import RequestCollector
 from qrt.text.output import RequestOutput
 from qrt.text.prompt import Prompt, split_prompts
+from qrt.text.reasoning import ReasoningReader
 from qrt.text.tokenizer import Message, Tokenizer
 
 ALIASES = {"kv_cache_dtype": "kv", "async_scheduling": "overlap"}  # vLLM's names
@@ -50,10 +51,13 @@ class LLM:
     def __init__(self, model: str, *, kv: str = "auto", **settings: Any) -> None:
         """Load `model`: a folder, ORG/NAME[@REVISION] of the Hub, or "tiny".
 
-        `settings` are the other fields of EngineConfig; ConfigError for an unknown one.
+        `settings` are the other fields of EngineConfig, and `reasoning_parser`, which names the marks of the
+        model's thinking as for `qrt-serve`. ConfigError for an unknown one.
         """
+        parser = settings.pop("reasoning_parser", None)
         checked = preflight(engine_config(model, {"kv": kv, **settings}))
         self.tokenizer = Tokenizer(checked.config.tokenizer or checked.config.model)
+        self._reasoning = reasoning_reader(parser, self.tokenizer)
         self.engine = Engine(checked, eos_token_ids=self.tokenizer.eos_token_ids)
         self._ids = count()
         self._lock = Lock()
@@ -123,6 +127,12 @@ class LLM:
             self._collector(*given, own, first)
             for given, own, first in zip(parts, params, priorities, strict=True)
         ]
+        for collector in collectors:
+            collector.thinking = self._reasoning.plain_thinking(collector.prompt_ids, collector.params)
+        return self._completed(collectors, use_tqdm)
+
+    def _completed(self, collectors: Sequence[RequestCollector], use_tqdm: bool) -> list[RequestOutput]:
+        """Run the requests of all collectors and return their outputs."""
         by_id = {engine_id: collector for collector in collectors for engine_id in collector.engine_ids}
         with self._running(by_id):
             for collector in collectors:
@@ -177,10 +187,15 @@ class LLM:
         }
         texts = [self.tokenizer.render_chat(conversation, **options) for conversation in conversations]
         encoded = self.tokenizer.encode_all(texts, add_special_tokens=False)
-        prompts = [
-            {"prompt": text, "prompt_token_ids": ids} for text, ids in zip(texts, encoded, strict=True)
+        params = self._params(sampling_params, len(texts))
+        collectors = [
+            self._collector(text, ids, None, own, 0)
+            for text, ids, own in zip(texts, encoded, params, strict=True)
         ]
-        return self.generate(prompts, sampling_params, use_tqdm)
+        for text, collector in zip(texts, collectors, strict=True):
+            if reasoning := self._reasoning.read(text, continue_final_message):
+                collector.thinking = reasoning.thinking(collector.params, bool(tools))
+        return self._completed(collectors, use_tqdm)
 
     def reset_prefix_cache(self) -> None:
         """Drop all cached prefixes."""
@@ -253,6 +268,7 @@ class LLM:
     def _collector(
         self, text: str | None, ids: list[int], salt: str | None, params: SamplingParams, priority: int
     ) -> RequestCollector:
+        self._reasoning.check(params)
         name = str(next(self._ids))
         return RequestCollector(name, text, ids, params, self.tokenizer, priority=priority, cache_salt=salt)
 
@@ -284,6 +300,11 @@ def _listed(prompts: Prompt | Sequence[Prompt] | None) -> Sequence[Prompt]:
     if len(prompts) > 0 and isinstance(prompts[0], int):
         return [prompts]  # type: ignore[list-item]
     return prompts  # type: ignore[return-value]
+
+
+def reasoning_reader(name: str | None, tokenizer: Tokenizer) -> ReasoningReader:
+    """Make the reader of a parser's name; None and "" stand for "auto"."""
+    return ReasoningReader(name or "auto", tokenizer.chat_template(tools=True) or "", tokenizer)
 
 
 def engine_config(model: str, settings: Mapping[str, Any]) -> EngineConfig:

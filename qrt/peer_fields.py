@@ -27,8 +27,7 @@ _LENGTH = "its name here is max_tokens (in /generate max_new_tokens)"
 _LEAST = "its name here is min_tokens (in /generate min_new_tokens)"
 _TEXT_ONLY = "only text is supported; leave it out"
 _ADAPTERS = "adapters are not supported; merge them into the checkpoint"
-_THINKING = "use reasoning_effort, or the template's own name for it in chat_template_kwargs"
-_REASONING = "reasoning is neither separated from the answer nor limited; leave it out"
+_BUDGET = "its name here is thinking_token_budget"
 _CHAT = "it belongs to /v1/chat/completions"
 _OPENAI = "this route does not have it; ask /v1/completions"
 _LOGPROBS = "use logprobs (in a chat logprobs: true and top_logprobs)"
@@ -43,7 +42,6 @@ _PENALTY_NAMES = "repetition_penalty repeat_penalty frequency_penalty presence_p
 # Fields that change the prompt. /tokenize checks no others, because clients send it bodies of other routes.
 PROMPT_FIELDS = named(
     ("functions", "give them as tools, each {type: function, function: ...}", ()),
-    ("think thinking enable_thinking reasoning", _THINKING, ({},)),
     ("system", "send it as a message of the role system", ()),
     ("template raw context", "/v1/completions takes prompts as they are, chats go by the template", (False,)),
     ("chat_template_content_format", "qrt finds the form that the template reads; leave it out", ("auto",)),
@@ -135,9 +133,11 @@ FIELDS = PROMPT_FIELDS | named(
     ("function_call", "its name here is tool_choice", ("none", "auto")),
     ("tools documents reasoning_effort chat_template_kwargs continue_final_message", _CHAT, ({},)),
     ("tool_choice", _CHAT, ("none", "auto")),
-    ("thinking_token_budget thinking_budget thinking_budget_tokens reasoning_budget", _REASONING, (-1,)),
-    ("include_reasoning separate_reasoning", _REASONING, (True,)),
-    ("reasoning_format", _REASONING, ("none", "auto")),
+    ("thinking_budget thinking_budget_tokens reasoning_budget", _BUDGET, (-1,)),
+    ("thinking_token_budget", _OPENAI, (-1,)),
+    ("think thinking enable_thinking reasoning", _CHAT, ({},)),
+    ("include_reasoning separate_reasoning stream_reasoning", _CHAT, (True,)),
+    ("reasoning_format", _CHAT, ("none", "auto")),
     ("verbosity", "ask for it in the messages", ("medium",)),
     ("audio", _TEXT_ONLY, ()),
     ("modalities", _TEXT_ONLY, (["text"],)),

@@ -98,7 +98,7 @@ ENGINE_DEFAULTS = {
     "use_v2_block_manager": True, "stream_interval": 1, "num_lookahead_slots": 0, "preemption_mode": None,
     "num_scheduler_steps": 1, "scheduler_delay_factor": 0.0, "speculative_config": None,
     "guided_decoding_backend": "auto", "logits_processors": None, "override_generation_config": {},
-    "enable_sleep_mode": False, "additional_config": {}, "reasoning_parser": "", "kv_transfer_config": None,
+    "enable_sleep_mode": False, "additional_config": {}, "kv_transfer_config": None,
     "calculate_kv_scales": False, "enable_prompt_embeds": False, "disable_log_stats": True,
     "otlp_traces_endpoint": None, "collect_detailed_traces": None, "long_prefill_token_threshold": 0,
     "max_num_partial_prefills": 1, "logprobs_mode": "raw_logprobs",

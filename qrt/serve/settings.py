@@ -50,6 +50,7 @@ class ServerConfig:
     root_path               prefix of all paths outside of a proxy, which may strip it
     chat_template           Jinja text instead of the checkpoint's
     tool_call_parser        how tool calls are read: "auto" by the chat template, a family's name, or "none"
+    reasoning_parser        how thinking is told from the answer: likewise
     api_server_count        processes that speak HTTP
     shutdown_timeout        seconds that running requests have after SIGTERM
     watchdog_timeout        seconds after which a step that has not ended ends the server
@@ -67,6 +68,7 @@ class ServerConfig:
     ssl_certfile: str | None = None
     chat_template: str | None = None
     tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
     api_server_count: int = 1
     max_logprobs: int = MAX_LOGPROBS
     shutdown_timeout: float = 30.0

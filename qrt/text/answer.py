@@ -5,38 +5,35 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from qrt.text.parts import ContentText, Part, ReasoningText, joined
+from qrt.text.reasoning import Reasoning
+from qrt.text.tokenizer import Tokenizer
 from qrt.text.tool_calls import ToolCall, ToolCallStream, ToolFormat
 
+__all__ = ["AnswerFormat", "AnswerStream", "ContentText", "Part", "ReasoningText"]
 PIECE = 4096  # characters of a whole answer that are read at once
-
-
-@dataclass(frozen=True, slots=True)
-class ReasoningText:
-    """Some text of the model's thinking."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class ContentText:
-    """Some text of the answer itself."""
-
-    text: str
-
-
-Part = ReasoningText | ContentText | ToolCall
 
 
 @dataclass(frozen=True)
 class AnswerFormat:
     """How the answers to one prompt are read.
 
-    tools   the notation of tool calls; None: calls are text
-    names   the functions that may be called
+    tools       the notation of tool calls; None: calls are text, but those of channels
+    names       the functions that may be called
+    reasoning   the thinking of the answers; None: there is none, or its marks are unknown
+    separate    whether the thinking is told apart; if not, it is content with its marks
     """
 
     tools: ToolFormat | None = None
     names: frozenset[str] = frozenset()
+    reasoning: Reasoning | None = None
+    separate: bool = True
+
+    def has_hidden_marks(self, tokenizer: Tokenizer) -> bool:
+        """Return whether a decoder that skips special tokens skips marks of calls or of the thinking."""
+        if self.tools and self.tools.marker in tokenizer.special_names:
+            return True
+        return self.separate and self.reasoning is not None and self.reasoning.marks.hidden
 
     def stream(self) -> AnswerStream:
         """Begin to read an answer that comes in pieces."""
@@ -48,7 +45,13 @@ class AnswerFormat:
         parts = [
             part for start in range(0, len(text), PIECE) for part in stream.feed(text[start : start + PIECE])
         ]
-        return _joined(parts + stream.finish())
+        return joined(parts + stream.finish())
+
+    def num_reasoning_tokens(self, token_ids: Sequence[int]) -> int:
+        """Count the tokens of thinking in a whole answer."""
+        stream = self.stream()
+        stream.feed("", token_ids)
+        return stream.num_reasoning_tokens
 
 
 class AnswerStream:
@@ -58,37 +61,47 @@ class AnswerStream:
     """
 
     def __init__(self, format: AnswerFormat) -> None:
+        reasoning = format.reasoning
+        split = reasoning if format.separate else None
+        self._split = split.stream(format.names) if split else None
+        self._counter = reasoning.counter() if reasoning else None
         self._calls = ToolCallStream(format.tools, format.names) if format.tools else None
+        self.num_calls = 0
 
     @property
-    def num_calls(self) -> int:
-        """The number of tool calls so far."""
-        return self._calls.num_calls if self._calls else 0
+    def num_reasoning_tokens(self) -> int:
+        """The number of tokens of thinking so far."""
+        return self._counter.count if self._counter else 0
 
     def feed(self, text: str, token_ids: Sequence[int] = ()) -> list[Part]:
         """Return the parts that are certain after some more text, and the tokens that have come with it."""
-        if not self._calls:
-            return [ContentText(text)] if text else []
-        return _parts(self._calls.feed(text))
+        if self._counter:
+            self._counter.feed(token_ids)
+        if self._split:
+            return self._with_calls(self._split.feed(text))
+        return self._with_calls([ContentText(text)] if text else [])
 
     def finish(self) -> list[Part]:
         """Return what is held back, at the end of the answer."""
-        return _parts(self._calls.finish()) if self._calls else []
+        parts = self._with_calls(self._split.finish()) if self._split else []
+        if self._calls:
+            parts += self._counted(_parts(self._calls.finish()))
+        return parts
+
+    def _with_calls(self, parts: Iterable[Part]) -> list[Part]:
+        """Return the parts, with the calls that are in their content."""
+        found: list[Part] = []
+        for part in parts:
+            if self._calls and isinstance(part, ContentText):
+                found += _parts(self._calls.feed(part.text))
+            else:
+                found.append(part)
+        return self._counted(found)
+
+    def _counted(self, parts: list[Part]) -> list[Part]:
+        self.num_calls += sum(isinstance(part, ToolCall) for part in parts)
+        return parts
 
 
 def _parts(found: Iterable[str | ToolCall]) -> list[Part]:
     return [ContentText(part) if isinstance(part, str) else part for part in found if part]
-
-
-def _joined(parts: Iterable[Part]) -> list[Part]:
-    """Join neighbouring texts of one kind."""
-    joined: list[Part] = []
-    for part in parts:
-        last = joined[-1] if joined else None
-        if isinstance(part, ContentText) and isinstance(last, ContentText):
-            joined[-1] = ContentText(last.text + part.text)
-        elif isinstance(part, ReasoningText) and isinstance(last, ReasoningText):
-            joined[-1] = ReasoningText(last.text + part.text)
-        else:
-            joined.append(part)
-    return joined

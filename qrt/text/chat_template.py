@@ -10,7 +10,7 @@ from typing import Any
 import jinja2
 
 from qrt.errors import ConfigError, UnsupportedError
-from qrt.text.messages import Message, join_parts, read_messages, read_tools
+from qrt.text.messages import Message, join_parts, read_messages, read_tools, with_thinking
 from qrt.text.repairs import REPAIRS, without_null
 from qrt.text.sandbox import compile_template, limited_range, within
 
@@ -82,6 +82,8 @@ class ChatTemplate:
         read = read_messages(messages)
         if not self._knows_developers:
             read = [{**m, "role": "system"} if m["role"] == "developer" else m for m in read]
+        if ".thinking" in self._text and "reasoning_content" not in self._text:
+            read = with_thinking(read)
         given = {
             **named,
             "tools": read_tools(tools),

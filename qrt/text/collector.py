@@ -10,6 +10,7 @@ from qrt.engine.schedule.output import StepDelta, merge
 from qrt.engine.schedule.request import FinishReason
 from qrt.engine.schedule.scores import Scores
 from qrt.errors import ConfigError
+from qrt.request.thinking import Thinking
 from qrt.sampling_params import MAX_TOKENS_LISTED, SamplingParams
 from qrt.text.answer import AnswerFormat
 from qrt.text.detokenizer import Detokenizer, TokenPlaces
@@ -43,7 +44,8 @@ class _Completion:
 class RequestCollector:
     """Collects the n completions of one prompt, each of which is a request in the engine.
 
-    answer              how the completions' texts are read; set it before they come
+    answer              how the completions' texts are read; whoever knows sets it
+    thinking            what the engine must know of their thinking; likewise
     prompt_logprobs     log-probabilities of the prompt's tokens so far; None for the first token
     num_cached_tokens   prompt tokens found in the prefix cache
     """
@@ -69,6 +71,7 @@ class RequestCollector:
         self.priority = priority
         self.cache_salt = cache_salt
         self.answer = AnswerFormat()
+        self.thinking: Thinking | None = None
         self._tokenizer = tokenizer
         self._bad_words = encode_bad_words(params.bad_words, tokenizer)
         self._at_once = TOKENS_WITH_STOPS if params.stop_strings else TOKENS_AT_ONCE

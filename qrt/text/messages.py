@@ -23,7 +23,8 @@ def read_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
     Arguments of a tool call that are the JSON of a mapping become that mapping. Other text stays text: the
     model may have been cut off. Content parts become `{"type": "text", "text": ...}`. Null and missing
-    contents stay, and so do all other keys. OpenAI's older form of a call (`function_call`, the role
+    contents stay, and so do all other keys. An assistant's thinking, reasoning_content or reasoning, is then
+    under both names. OpenAI's older form of a call (`function_call`, the role
     function) becomes the newer one. UnsupportedError for a message with pictures or sound.
     """
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
@@ -73,6 +74,8 @@ def _message(message: Any, where: str) -> dict[str, Any]:
         raise UnsupportedError(f"{where}.{line}")
     if "content" in read:
         read["content"] = _content(read["content"], read["role"], f"{where}.content")
+    if thought := _thought(read):
+        read |= {"reasoning_content": thought, "reasoning": thought}
     if read["role"] == "function":
         read["role"] = "tool"
     if call := read.pop("function_call", None):
@@ -82,6 +85,25 @@ def _message(message: Any, where: str) -> dict[str, Any]:
             raise ConfigError(f"{where}.tool_calls: expected a list of calls, got {type(calls).__name__}")
         read["tool_calls"] = [_call(call, f"{where}.tool_calls.{at}") for at, call in enumerate(calls)]
     return read
+
+
+def _thought(message: Mapping[str, Any]) -> str | None:
+    """Return the thinking of an assistant's message, if it has one as a text."""
+    names = ("reasoning_content", "reasoning") if message["role"] == "assistant" else ()
+    return next((text for name in names if isinstance(text := message.get(name), str) and text), None)
+
+
+def with_thinking(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Give each thinking the name `thinking`, for templates that read it by that.
+
+    gpt-oss's template takes no thinking beside both a content and calls: there it is left out.
+    """
+    return [
+        {"thinking": thought, **message}
+        if (thought := _thought(message)) and not (message.get("content") and message.get("tool_calls"))
+        else dict(message)
+        for message in messages
+    ]
 
 
 def _content(content: Any, role: str, where: str) -> Any:

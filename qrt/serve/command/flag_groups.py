@@ -11,6 +11,7 @@ from qrt.config import ADMISSIONS, GENERATION_CONFIGS, LOAD_FORMATS, POLICIES, E
 from qrt.quant.kv import KV_FORMATS
 from qrt.serve.command.pooling_flags import add_pooling
 from qrt.serve.settings import ServerConfig
+from qrt.text.reasoning import FORMATS as REASONING
 from qrt.text.tool_calls import FORMATS
 
 LIGHTLLM_KV = {"None": "auto", "int8kv": "int8", "int4kv": "int4"}
@@ -95,6 +96,12 @@ def _add_api(group: argparse._ArgumentGroup) -> None:
         default=SERVER.tool_call_parser,
         choices=("auto", "none", *FORMATS),
         help="format of the model's tool calls; auto finds it from the chat template",
+    )
+    group.add_argument(
+        "--reasoning-parser",
+        default=SERVER.reasoning_parser,
+        choices=("auto", "none", *REASONING),
+        help="marks of the model's thinking; auto finds them from the chat template",
     )
     group.add_argument(
         "--enable-auto-tool-choice", action="store_true", help="always on; accepted as in vLLM"

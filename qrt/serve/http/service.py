@@ -23,6 +23,7 @@ from qrt.sampling_params import SamplingParams
 from qrt.serve.link.engine_client import EngineClient, RequestStream
 from qrt.serve.settings import MAX_LISTED, MAX_SCORES, ServerConfig
 from qrt.text.collector import RequestCollector, encode_bad_words
+from qrt.text.reasoning import ReasoningReader
 from qrt.text.tokenizer import Tokenizer
 from qrt.text.tool_calls import ToolFormat, tool_format
 
@@ -37,6 +38,7 @@ class Service:
     """An engine's client with the tokenizer and the settings.
 
     tool_format   format of the model's tool calls; None if unknown
+    reasoning     finds the thinking of the model's answers
     draining      whether the server is ending: running requests go on, new ones are refused
     """
 
@@ -47,9 +49,9 @@ class Service:
         self.draining = False
         self.started = int(time.time())
         self._shape_threads = ThreadPoolExecutor(SHAPE_THREADS, "shapes")
-        self.tool_format: ToolFormat | None = tool_format(
-            config.tool_call_parser, tokenizer.chat_template(config.chat_template, tools=True) or ""
-        )
+        template = tokenizer.chat_template(config.chat_template, tools=True) or ""
+        self.tool_format: ToolFormat | None = tool_format(config.tool_call_parser, template)
+        self.reasoning = ReasoningReader(config.reasoning_parser, template, tokenizer)
 
     @property
     def model(self) -> str:

@@ -181,8 +181,8 @@ class EngineClient(ABC):
         for c in collectors:
             for id, params in c.engine_requests():
                 self._streams[id] = stream
-                fields = fields_of(params)
-                self._send(Add(id, c.prompt_ids, fields, arrived, c.generate, c.priority, c.cache_salt))
+                own = c.generate, c.priority, c.cache_salt, c.thinking
+                self._send(Add(id, c.prompt_ids, fields_of(params), arrived, *own))
         await stream.accepted()
         return stream
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from qrt.request.thinking import Thinking
 from qrt.sampling_params import SamplingParams
 
 
@@ -28,7 +29,7 @@ class Add(Message):
 
     params    the fields of SamplingParams
     arrived   when the API process got it, in seconds of the monotonic clock, which all processes share
-    generate, priority, cache_salt   as in `Engine.add`
+    generate, priority, cache_salt, thinking   as in `Engine.add`
     """
 
     id: str
@@ -38,6 +39,7 @@ class Add(Message):
     generate: bool = True
     priority: int = 0
     cache_salt: str | None = None
+    thinking: Thinking | None = None
 
 
 class Abort(Message):

@@ -119,6 +119,7 @@ async def completion_collectors(service: Service, body: CompletionRequest) -> li
         raise ConfigError(f"{name}: expected at least 1 for an answer that has a shape, got 0")
     params = await service.with_checked_shape(params, body.shape_place)
     params = await service.with_bad_words(params)
+    service.reasoning.check(params)
     if body.echo and body.logprobs is not None:
         if body.stream and body.n > 1:
             raise ConfigError("echo with logprobs: expected without stream, or with n 1")
@@ -133,7 +134,9 @@ async def completion_collectors(service: Service, body: CompletionRequest) -> li
         _check_length(service, len(ids), limit, name)
         if body.echo and prompt is ids:
             text = service.tokenizer.decode(ids, False)
-        collectors.append(service.collector(text, ids, params, generate=generate, **body.engine_options()))
+        collector = service.collector(text, ids, params, generate=generate, **body.engine_options())
+        collector.thinking = service.reasoning.plain_thinking(ids, params)
+        collectors.append(collector)
     return collectors
 
 
@@ -151,16 +154,18 @@ async def chat_collectors(service: Service, body: ChatCompletionRequest) -> list
     name, max_tokens = body.token_limit
     params = body.sampling_params(service.defaults, service.max_tokens(max_tokens), logprobs)
     params = await service.with_bad_words(params)
-    format = AnswerFormat()
-    if tools := calls.format(service.tool_format):
-        format = AnswerFormat(tools, calls.names)
-        params = calls.shaped(params, tools, service.tokenizer.special_names)
-        if tools.marker in service.tokenizer.special_names:
-            params = replace(params, skip_special_tokens=False)  # keep the marks of tool calls
+    service.reasoning.check(params)
+    reasoning = service.reasoning.read(text, body.continue_final_message)
+    format = AnswerFormat(calls.format(service.tool_format), calls.names, reasoning, body.separates_reasoning)
+    if format.tools:
+        params = calls.shaped(params, format.tools, service.tokenizer.special_names)
+    if format.has_hidden_marks(service.tokenizer):
+        params = replace(params, skip_special_tokens=False)
     params = await service.with_checked_shape(params, body.shape_place or "tools")
     _check_length(service, len(ids), max_tokens, name)
     collector = service.collector(text, ids, params, **body.engine_options())
     collector.answer = format
+    collector.thinking = reasoning.thinking(params, bool(calls.names)) if reasoning else None
     return [collector]
 
 

@@ -6,13 +6,14 @@ change it, but that qrt does not support, are refused by name (`qrt.peer_fields`
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 from qrt.errors import ConfigError
 from qrt.sampling_params import MAX_BAD_WORDS, SamplingParams
 from qrt.serve.http.body import Body, Count, Limit, LogitBias, Penalty, Stop, TokenList, Tokens, by_token_id
+from qrt.serve.routes.reasoning_fields import BudgetField, ReasoningFields, ThinkingFields
 from qrt.serve.routes.shapes import ShapeFields
 from qrt.serve.routes.tools import Tool, ToolChoice
 from qrt.serve.settings import (
@@ -41,7 +42,7 @@ class StreamOptions(Body):
     continuous_usage_stats: bool = False
 
 
-class SamplingFields(ShapeFields):
+class SamplingFields(ShapeFields, BudgetField):
     """The fields that both endpoints share."""
 
     model: str | None = None
@@ -95,6 +96,7 @@ class SamplingFields(ShapeFields):
         """
         own = {name: getattr(self, name) for name in SAMPLING_FIELDS}
         own["structured_outputs"] = self.shape()
+        own["thinking_token_budget"] = self.thinking_budget()
         own = {name: value for name, value in own.items() if value is not None}
         if "logit_bias" in own:
             own["logit_bias"] = by_token_id(own["logit_bias"])
@@ -142,7 +144,7 @@ class ChatMessage(BaseModel):
         return self.model_dump(exclude_unset=True)
 
 
-class Conversation(Body):
+class Conversation(ThinkingFields):
     """The fields that the chat template renders; /tokenize takes them too."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
@@ -152,13 +154,11 @@ class Conversation(Body):
     continue_final_message: bool = False
     add_special_tokens: bool = False
     chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=32)] | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
 
     def template_arguments(self, *, tools: bool = True) -> dict[str, Any]:
         """Return the arguments of `Tokenizer.render_chat`.
 
-        Its own names win over chat_template_kwargs, and these over reasoning_effort, which as in vLLM also
-        says whether to think.
+        Its own names win over chat_template_kwargs, and these over the fields of thinking.
         """
         if self.given("chat_template") is not None:
             raise ConfigError(
@@ -167,10 +167,8 @@ class Conversation(Body):
         named = self.chat_template_kwargs or {}
         if reserved := RESERVED.intersection(named):
             raise ConfigError(f"chat_template_kwargs: expected the template's own names, got {min(reserved)}")
-        effort = self.reasoning_effort
-        thinking = {"reasoning_effort": effort, "enable_thinking": effort != "none"} if effort else {}
         return {
-            **thinking,
+            **self.thinking_arguments(),
             **named,
             "tools": [tool.for_template() for tool in self.tools] if tools and self.tools else None,
             "documents": self.documents,
@@ -185,7 +183,7 @@ RESERVED = {
 }  # fmt: skip
 
 
-class ChatCompletionRequest(Conversation, SamplingFields):
+class ChatCompletionRequest(ReasoningFields, Conversation, SamplingFields):
     """`POST /v1/chat/completions`."""
 
     max_tokens: Limit | None = None

@@ -11,7 +11,7 @@ from qrt.serve.http.events import event
 from qrt.serve.http.responses import EventReply
 from qrt.serve.routes.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
 from qrt.serve.routes.protocol import ChatCompletionRequest, CompletionRequest, SamplingFields
-from qrt.text.answer import ContentText, Part
+from qrt.text.answer import ContentText, Part, ReasoningText
 from qrt.text.collector import RequestCollector
 from qrt.text.detokenizer import TokenPlaces
 from qrt.text.output import CompletionOutput, TextDelta
@@ -40,6 +40,7 @@ class Reply(EventReply):
         # a stream's counts so far, so that a chunk's usage need not look through all choices
         self._num_prompt = sum(len(collector.prompt_ids) for collector in collectors)
         self._num_output = 0
+        self._num_reasoning: int | None = None  # tokens of thinking, where the answer may have some
         self._num_cached = [0] * len(collectors)
         self._all_cached = 0
 
@@ -56,12 +57,15 @@ class Reply(EventReply):
 
     def _usage(self, output: int, cached: int) -> dict[str, Any]:
         """Return the token counts over all prompts and choices."""
-        return {
+        usage: dict[str, Any] = {
             "prompt_tokens": self._num_prompt,
             "completion_tokens": output,
             "total_tokens": self._num_prompt + output,
             "prompt_tokens_details": {"cached_tokens": cached},
         }
+        if self._num_reasoning is not None:
+            usage["completion_tokens_details"] = {"reasoning_tokens": self._num_reasoning}
+        return usage
 
     def _usage_so_far(self) -> dict[str, Any]:
         """Return the token counts of a stream so far."""
@@ -78,7 +82,7 @@ class Reply(EventReply):
             for each in range(index * self._n, (index + 1) * self._n):  # all choices, before tokens count
                 for choice in self.opening(each, index):
                     yield self._chunk(choice)
-        self._num_output += len(delta.token_ids)
+        self.count(number, delta.token_ids)
         if delta.text or delta.logprobs or delta.finish_reason:
             for choice in self.chunk_choices(number, delta):
                 yield self._chunk(choice)
@@ -87,6 +91,10 @@ class Reply(EventReply):
         """Yield the chunk with the usage, if asked for, and the end."""
         if self._usage_at_end:
             yield event({**self._head(self.chunk_kind), "choices": [], "usage": self._usage_so_far()})
+
+    def count(self, number: int, token_ids: Sequence[int]) -> None:
+        """Count the tokens of a choice's delta."""
+        self._num_output += len(token_ids)
 
     @abstractmethod
     def choice(self, number: int, index: int, completion: CompletionOutput) -> dict[str, Any]:
@@ -205,8 +213,12 @@ class ChatReply(Reply):
         self._num_top = body.top_logprobs or 0
         self._parallel = body.parallel_tool_calls
         self._called = "stop" if body.calls.named else "tool_calls"  # as OpenAI and vLLM end such answers
+        self._shows_reasoning = body.shows_reasoning
         self._format = collectors[0].answer
+        self._num_reasoning = None if self._format.reasoning is None else 0
         self._streams = [self._format.stream() for _ in range(self._n)]
+        self._waits = not body.stream_reasoning
+        self._waiting = [""] * self._n  # thinking that is shown when it has ended
 
     def body(self) -> dict[str, Any]:
         """See Reply."""
@@ -219,15 +231,27 @@ class ChatReply(Reply):
         """Yield the role first, in a chunk of its own."""
         yield _chat_chunk(number, {"role": "assistant", "content": ""})
 
+    def count(self, number: int, token_ids: Sequence[int]) -> None:
+        """See Reply."""
+        super().count(number, token_ids)
+        if self._num_reasoning is not None:
+            stream = self._streams[number]
+            before = stream.num_reasoning_tokens
+            stream.feed("", token_ids)
+            self._num_reasoning += stream.num_reasoning_tokens - before
+
     def choice(self, number: int, index: int, completion: CompletionOutput) -> dict[str, Any]:
         """See Reply."""
-        content, calls = _contents(self._format.split(completion.text))
-        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        reasoning, content, calls = self._fields(self._format.split(completion.text))
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None, **reasoning}
         reason = completion.finish_reason
-        if calls:
+        if calls or reasoning:
             message["content"] = content or None
+        if calls:
             message["tool_calls"] = [_tool_call(call) for call in (calls if self._parallel else calls[:1])]
             reason = self._called if reason == "stop" else reason
+        if self._num_reasoning is not None:
+            self._num_reasoning += self._format.num_reasoning_tokens(completion.token_ids)
         return {
             "index": number,
             "message": message,
@@ -243,30 +267,49 @@ class ChatReply(Reply):
         stream = self._streams[number]
         first = stream.num_calls
         parts = stream.feed(delta.text)
-        text, calls = _contents(parts + stream.finish() if reason else parts)
+        fields, text, calls = self._fields(parts + stream.finish() if reason else parts)
+        fields = self._ended(number, fields, bool(text or calls or reason))
+        if fields and calls:
+            yield _chat_chunk(number, fields)
+            fields = {}
         for place, call in enumerate(calls, start=first):
             if place and not self._parallel:
                 break
             yield _chat_chunk(number, {"tool_calls": [{"index": place, **_tool_call(call)}]})
         if stream.num_calls:
             reason = self._called if reason == "stop" else reason
-        if not (text or reason or logprobs):
+        if not (fields or text or reason or logprobs):
             return
-        choice = _chat_chunk(number, {"content": text} if text else {}, logprobs, reason)
+        choice = _chat_chunk(number, {**fields, "content": text} if text else fields, logprobs, reason)
         choice["stop_reason"] = delta.stop_reason
         yield choice
+
+    def _fields(self, parts: Sequence[Part]) -> tuple[dict[str, str], str, list[ToolCall]]:
+        """Return the fields of the thinking, by its older and newer name, the content and the calls."""
+        reasoning = "".join(part.text for part in parts if isinstance(part, ReasoningText))
+        content = "".join(part.text for part in parts if isinstance(part, ContentText))
+        shown = _thought(reasoning) if self._shows_reasoning else {}
+        return shown, content, [part for part in parts if isinstance(part, ToolCall)]
+
+    def _ended(self, number: int, fields: dict[str, str], ended: bool) -> dict[str, str]:
+        """Return the fields of the thinking to show: all that wait, when it has ended."""
+        if not self._waits:
+            return fields
+        self._waiting[number] += fields.get("reasoning", "")
+        if not ended:
+            return {}
+        fields, self._waiting[number] = _thought(self._waiting[number]), ""
+        return fields
+
+
+def _thought(text: str) -> dict[str, str]:
+    return {"reasoning_content": text, "reasoning": text} if text else {}
 
 
 def _chat_chunk(
     number: int, delta: dict[str, Any], logprobs: dict[str, Any] | None = None, finish: str | None = None
 ) -> dict[str, Any]:
     return {"index": number, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
-
-
-def _contents(parts: Sequence[Part]) -> tuple[str, list[ToolCall]]:
-    """Return the content's text and the calls."""
-    texts = [part.text for part in parts if isinstance(part, ContentText)]
-    return "".join(texts), [part for part in parts if isinstance(part, ToolCall)]
 
 
 def _tool_call(call: ToolCall) -> dict[str, Any]:

@@ -36,7 +36,6 @@ def client():
         {"use_beam_search": True},
         {"truncate_prompt_tokens": 5},
         {"logits_processors": ["x"]},
-        {"thinking_token_budget": 8},
         {"repetition_detection": {"max_pattern_size": 3}},
         {"detokenize": False},
         {"return_token_ids": True},
@@ -266,8 +265,8 @@ def test_unknown_harmless_fields_are_accepted(client):
 
 ASKED = {
     "mirostat_mode": 2, "repeat_penalty": 1.2, "dry_multiplier": 0.8,
-    "xtc_probability": 0.5, "num_beams": 4, "images": ["AA=="], "samplers": ["top_k"], "think": True,
-    "enable_thinking": False, "n_predict": 4, "stop_regex": "a|b", "options": {"num_ctx": 512},
+    "xtc_probability": 0.5, "num_beams": 4, "images": ["AA=="], "samplers": ["top_k"],
+    "n_predict": 4, "stop_regex": "a|b", "options": {"num_ctx": 512},
 }  # fmt: skip
 
 
@@ -283,9 +282,7 @@ def test_fields_of_other_servers_on_every_route(client, route):
 
     for name, value in ASKED.items():
         assert refused(ask(**{name: value}), 501).startswith(f"{name}: ")
-    nothing = {
-        name: type(value)() for name, value in ASKED.items() if name not in ("think", "enable_thinking")
-    }
+    nothing = {name: type(value)() for name, value in ASKED.items()}
     nothing |= {
         "logit_bias": [],  # as llama.cpp's clients send it
         "repeat_penalty": 1.0,
