@@ -127,7 +127,8 @@ def test_another_process_starts_where_one_was_killed(checker):
 def test_no_process_outlives_its_parent(tmp_path):
     (tmp_path / "tokenizer.json").write_text(vocabulary().tokenizer)
     code = (
-        "import sys, time; from qrt.grammar.check import Checker; from qrt.grammar.vocabulary import Vocabulary\n"
+        "import sys, time\n"
+        "from qrt.grammar.check import Checker; from qrt.grammar.vocabulary import Vocabulary\n"
         "checker = Checker(Vocabulary(open(sys.argv[1]).read(), 4096, (1,))); checker.start()\n"
         "print(checker._process.pid, flush=True); time.sleep(60)"
     )
@@ -204,8 +205,8 @@ def random_text(rng, parts, most=12):
 
 REGEX_PARTS = [*"abc.*+?|()[]{}^$-\\", "[a-z]", "{2,9}", "(?:", "\\d", "\\p{L}", "(?i)", "é", "\n", "{0,99}"]
 LARK_PARTS = [
-    "start: ", "a: ", "B: ", "a ", "B ", '"x" ', "/[a-z]+/ ", "| ", "( ", ") ", "* ", "{2,3} ", "\n", "<|user|> ",
-    '%json {"type": "integer"} ', "root ::= ", "? ", "%ignore ", "<[1-9]> ", "& ", "~",
+    "start: ", "a: ", "B: ", "a ", "B ", '"x" ', "/[a-z]+/ ", "| ", "( ", ") ", "* ", "{2,3} ", "\n",
+    "<|user|> ", '%json {"type": "integer"} ', "root ::= ", "? ", "%ignore ", "<[1-9]> ", "& ", "~",
 ]  # fmt: skip
 
 

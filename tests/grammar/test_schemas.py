@@ -63,8 +63,9 @@ SCHEMAS = {
 VALUES = [
     None, True, 3, 4, -6, 0.5, "red", "AB-123", "ab", "abcde", "2026-02-30", "2024-02-29", [], [True, None],
     {"x": 1}, {"x": 1, "y": 0.5}, {"x": 1, "y": 2.5}, {"x": 9}, {"x": 1, "z": 1}, {"kind": "circle"},
-    {"kind": "square"}, [{"x": 1}], [{"x": 1}, {"x": 2}, {"x": 3}], {"a": 1}, {"a": 1, "b": 2, "c": 3}, {"a": [1]},
-    {"value": 1, "children": [{"value": 2}]}, {"value": 1, "children": [{}]}, {"format": 1}, {"format": "x"}, {},
+    {"kind": "square"}, [{"x": 1}], [{"x": 1}, {"x": 2}, {"x": 3}], {"a": 1}, {"a": 1, "b": 2, "c": 3},
+    {"a": [1]}, {"value": 1, "children": [{"value": 2}]}, {"value": 1, "children": [{}]}, {"format": 1},
+    {"format": "x"}, {},
 ]  # fmt: skip
 
 
