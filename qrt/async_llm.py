@@ -26,6 +26,7 @@ from qrt.sampling_params import SamplingParams
 from qrt.text.collector import RequestCollector
 from qrt.text.output import RequestOutput
 from qrt.text.prompt import Prompt, split_prompts
+from qrt.text.shapes import Shapes
 from qrt.text.tokenizer import Tokenizer
 
 try:
@@ -52,6 +53,7 @@ class AsyncLLM:
         engine = Engine(checked, eos_token_ids=self.tokenizer.eos_token_ids)
         self.client = ThreadClient(Router(engine))
         weakref.finalize(self, self.client.end)  # the thread holds the engine and its memory
+        self._shapes = Shapes(self.tokenizer, engine.model.arch.vocab_size)
         self._defaults = engine.generation.sampling
         self._loop: asyncio.AbstractEventLoop | None = None  # in which it was started
         self._ids = count()
@@ -167,6 +169,7 @@ class AsyncLLM:
     def _collector(
         self, prompt: Prompt, params: SamplingParams, request_id: str | None, priority: int
     ) -> RequestCollector:
+        params = self._shapes.checked(params)
         ((text, ids, salt),) = split_prompts([prompt], self.tokenizer)
         self._reasoning.check(params)
         serial = next(self._ids)

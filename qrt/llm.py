@@ -29,6 +29,7 @@ from qrt.text.collector import RequestCollector
 from qrt.text.output import RequestOutput
 from qrt.text.prompt import Prompt, split_prompts
 from qrt.text.reasoning import ReasoningReader
+from qrt.text.shapes import Shapes
 from qrt.text.tokenizer import Message, Tokenizer
 
 ALIASES = {"kv_cache_dtype": "kv", "async_scheduling": "overlap"}  # vLLM's names
@@ -59,6 +60,7 @@ class LLM:
         self.tokenizer = Tokenizer(checked.config.tokenizer or checked.config.model)
         self._reasoning = reasoning_reader(parser, self.tokenizer)
         self.engine = Engine(checked, eos_token_ids=self.tokenizer.eos_token_ids)
+        self._shapes = Shapes(self.tokenizer, self.engine.model.arch.vocab_size)
         self._ids = count()
         self._lock = Lock()
         self._pid = os.getpid()
@@ -122,6 +124,7 @@ class LLM:
         priorities = [0] * len(listed) if priority is None else priority
         if len(priorities) != len(listed):
             raise ConfigError(f"priority: expected one per prompt, got {len(priorities)} for {len(listed)}")
+        params = [self._shapes.checked(own) for own in params]
         parts = split_prompts(listed, self.tokenizer)
         collectors = [
             self._collector(*given, own, first)

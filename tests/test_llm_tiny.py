@@ -379,3 +379,16 @@ def test_the_prefix_cache_is_dropped():
     assert again == len(prompt.prompt_token_ids) - 1
     llm.reset_prefix_cache()
     assert llm.generate(["a b c d e f g"], GREEDY, use_tqdm=False)[0].num_cached_tokens == 0
+
+
+def test_shapes_are_checked_before_the_engine(llm):
+    """What cannot be enforced is named, and nothing runs."""
+    for shape, message in (
+        ({"json": {"not": {}}}, "structured_outputs.json: expected a supported schema, got keyword 'not'"),
+        (qrt.StructuredOutputsParams(grammar="start: ("), "structured_outputs.grammar: expected"),
+    ):
+        with pytest.raises(ConfigError) as error:
+            llm.generate("x", SamplingParams(structured_outputs=shape), use_tqdm=False)
+        assert str(error.value).startswith(message)
+    with pytest.raises(ImportError, match="import StructuredOutputsParams"):
+        from qrt import GuidedDecodingParams  # noqa: F401

@@ -97,13 +97,16 @@ def test_instructor(server):
 
     client = OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0)
     asked = [{"role": "user", "content": "Who is Ada?"}]
-    # forced tool calls and JSON schemas need grammars: refused by name, never ignored
-    for mode in (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA):
-        strict = instructor.from_openai(client, mode=mode)
-        with pytest.raises(Exception, match="tool_choice|response_format"):
-            strict.chat.completions.create(
-                model="tiny", messages=asked, response_model=Person, max_tokens=200, max_retries=1
-            )
+    script(server.engine, server.tokenizer, {"Ada in a shape": '{"name": "Ada", "age": 36}'})
+    for mode, asking in (
+        (instructor.Mode.TOOLS, asked),
+        (instructor.Mode.JSON_SCHEMA, [{"role": "user", "content": "Ada in a shape"}]),
+    ):
+        shaped = instructor.from_openai(client, mode=mode)
+        person = shaped.chat.completions.create(
+            model="tiny", messages=asking, response_model=Person, max_tokens=200, max_retries=1
+        )
+        assert (person.name, person.age) == ("Ada", 36)
     script(server.engine, server.tokenizer, {"Ada as JSON": '```json\n{"name": "Ada", "age": 36}\n```'})
     loose = instructor.from_openai(client, mode=instructor.Mode.MD_JSON)
     person = loose.chat.completions.create(

@@ -16,14 +16,12 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from qrt.errors import ConfigError
-from qrt.grammar.check import Checker
-from qrt.grammar.vocabulary import Vocabulary
-from qrt.request.structured_outputs import StructuredOutputsParams
 from qrt.sampling_params import SamplingParams
 from qrt.serve.link.engine_client import EngineClient, RequestStream
 from qrt.serve.settings import MAX_LISTED, MAX_SCORES, ServerConfig
 from qrt.text.collector import RequestCollector, encode_bad_words
 from qrt.text.reasoning import ReasoningReader
+from qrt.text.shapes import Shapes
 from qrt.text.tokenizer import Tokenizer
 from qrt.text.tool_calls import ToolFormat, tool_format
 
@@ -112,24 +110,21 @@ class Service:
 
         It waits in threads of its own: a slow grammar holds up other grammars alone.
         """
-        if (shape := params.structured_outputs) is None:
+        if params.structured_outputs is None:
             return params
-        checked = asyncio.get_running_loop().run_in_executor(
-            self._shape_threads, lambda: self._checker.checked(StructuredOutputsParams.of(shape), place)
-        )
-        return replace(params, structured_outputs=await checked)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._shape_threads, self._shapes.checked, params, place)
 
     @cached_property
-    def _checker(self) -> Checker:
-        tokenizer = self.tokenizer
-        return Checker(Vocabulary.of(tokenizer, self.client.info.vocab_size, tokenizer.eos_token_ids))
+    def _shapes(self) -> Shapes:
+        return Shapes(self.tokenizer, self.client.info.vocab_size)
 
     async def close(self) -> None:
         """Close the engine's client, and end the process that checks shapes."""
         await self.client.close()
         self._shape_threads.shutdown(wait=False, cancel_futures=True)
-        if "_checker" in self.__dict__:
-            await asyncio.to_thread(self._checker.close)
+        if "_shapes" in self.__dict__:
+            await asyncio.to_thread(self._shapes.close)
 
     async def off_loop(self, num_chars: int, work: Callable[[], Result]) -> Result:
         """Do `work` here if the text is short, else in a thread."""

@@ -27,8 +27,6 @@ CALL = '{"name": "get_weather", "arguments": ' + ARGUMENTS + "}"
 LISTED_CALL = '[{"name": "get_weather", "parameters": ' + ARGUMENTS + "}]"
 ANSWERS = {
     "hermes": f"<tool_call>\n{CALL}\n</tool_call>",
-    "llama3_json": CALL.replace("arguments", "parameters"),
-    "mistral": f"[TOOL_CALLS][{CALL}]",
     "pythonic": '[get_weather(city="K\u00f6ln", days=2)]',
     "none": LISTED_CALL,
 }
@@ -64,7 +62,7 @@ class Server(ThreadServer):
         return None if shape is None else shape.grammar
 
 
-@pytest.fixture(scope="module", params=ANSWERS)
+@pytest.fixture(scope="module", params=["hermes", "pythonic", "none"])
 def server(request):
     with Server(request.param) as server:
         server.notation = request.param
@@ -88,3 +86,74 @@ def test_forced_calls(server, choice, reason):
     assert [call.function.arguments for call in calls] == [chosen.message.tool_calls[0].function.arguments]
     assert chunks[-1].choices[0].finish_reason == reason
     assert not "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+
+
+def test_strict_tools_of_the_openai_client(server):
+    """`pydantic_function_tool` makes strict ones, whose arguments `parse` reads back."""
+    server.shapes.clear()
+    asked = [{"role": "user", "content": "call"}]
+    reply = server.client.chat.completions.parse(model="tiny", tools=[WEATHER], messages=asked)
+    if server.notation == "none":
+        assert server.grammar() is None and reply.choices[0].message.content == LISTED_CALL
+        return
+    (call,) = reply.choices[0].message.tool_calls
+    assert call.function.parsed_arguments == Weather(city="K\u00f6ln", days=2)
+    assert "TEXT" in server.grammar() and reply.choices[0].finish_reason == "tool_calls"
+
+
+def test_calls_without_strict_tools_are_free(server):
+    assert server.ask("text").choices[0].message.content == "No." and server.grammar() is None
+    server.ask("text", tool_choice="none", response_format={"type": "json_object"})
+    assert server.shapes[0].json_object
+
+
+def test_one_call_at_a_time(server):
+    for given, more in (({}, True), ({"parallel_tool_calls": False}, False)):
+        server.ask("call", tool_choice="required", **given)
+        assert ("{0,127}" in server.grammar()) == more
+    server.ask("call", tool_choice=NAMED)
+    assert "{0,127}" not in server.grammar()
+
+
+def test_a_shape_beside_tools(server):
+    """The answer has the shape, unless it calls; forced calls leave no other answer."""
+    server.ask("text", response_format={"type": "json_object"})
+    if server.notation == "none":
+        assert server.shapes[0].json_object, "its calls are text"
+    else:
+        assert "start: calls | answer\n" in server.grammar()
+        with pytest.raises(openai.BadRequestError, match="expected no tools beside a grammar"):
+            server.ask("text", extra_body={"structured_outputs": {"grammar": "start: /a/"}})
+    server.ask("call", tool_choice="required", response_format={"type": "json_object"})
+    assert "answer" not in server.grammar()
+
+
+def test_what_cannot_be_enforced_names_its_place(server):
+    for schema, place in (
+        ({"type": "string"}, "tools.0.function.parameters.type: expected object"),
+        ({"properties": {"x": {"not": {}}}}, "tools: expected a supported schema, got keyword 'not'"),
+    ):
+        tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+        with pytest.raises(openai.BadRequestError) as error:
+            server.ask("call", tools=[tool], tool_choice="required")
+        assert error.value.body["message"].startswith(place)
+
+
+def test_parse_of_the_openai_client():
+    """Its response_format is a model of pydantic, sent as a strict schema and read back."""
+    with Server("hermes") as server:
+        script(server.engine, server.tokenizer, {"json": ARGUMENTS})
+        asked = [{"role": "user", "content": "json"}]
+        reply = server.client.chat.completions.parse(model="tiny", messages=asked, response_format=Weather)
+        assert reply.choices[0].message.parsed == Weather(city="K\u00f6ln", days=2)
+        sent = json.loads(server.shapes[0].json)
+        assert sent["additionalProperties"] is False and sent["required"] == ["city", "days"]
+        with pytest.raises(openai.BadRequestError) as error:
+            server.client.chat.completions.create(
+                model="tiny",
+                messages=asked,
+                response_format={"type": "json_schema", "json_schema": {"name": "a", "schema": {"not": {}}}},
+            )
+        assert error.value.body["message"] == (
+            "response_format.json_schema.schema: expected a supported schema, got keyword 'not'; leave it out"
+        )
