@@ -14,7 +14,7 @@ from qrt.text.parts import joined
 from qrt.text.reasoning import FORMATS, Reasoning, reasoning_format
 from qrt.text.reasoning.reading import Marks
 from qrt.text.tool_calls import FORMATS as TOOLS
-from qrt.text.tool_calls import ToolCall
+from qrt.text.tool_calls import LISTED, ToolCall
 
 MARKS = Marks((1,), (2,), (2,), (2,), hidden=False, exact=True), str
 CALL = '{"name": "f", "arguments": {"x": 1}}'
@@ -190,3 +190,9 @@ def test_the_format_comes_from_the_template(template, name):
 def test_an_unknown_parser_is_refused():
     with pytest.raises(ConfigError, match="reasoning_parser: expected one of .*'qwen2'.*qwen3"):
         reasoning_format("qwen2", "")
+
+
+def test_forced_calls_of_channels_are_in_the_final_one():
+    reasoning = Reasoning(FORMATS["gpt-oss"], *MARKS, inside=True)
+    text = f"<|channel|>analysis<|message|>a<|end|>{START}<|channel|>final<|message|>[{CALL}]"
+    check_cuts(AnswerFormat(LISTED, frozenset({"f"}), reasoning), text, ["r:a", F])

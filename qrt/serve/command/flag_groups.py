@@ -12,7 +12,7 @@ from qrt.quant.kv import KV_FORMATS
 from qrt.serve.command.pooling_flags import add_pooling
 from qrt.serve.settings import ServerConfig
 from qrt.text.reasoning import FORMATS as REASONING
-from qrt.text.tool_calls import FORMATS
+from qrt.text.tool_calls import FORMATS, NO_NOTATION
 
 LIGHTLLM_KV = {"None": "auto", "int8kv": "int8", "int4kv": "int4"}
 SUFFIXES = {"k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20, "g": 10**9, "G": 2**30}
@@ -94,7 +94,7 @@ def _add_api(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--tool-call-parser",
         default=SERVER.tool_call_parser,
-        choices=("auto", "none", *FORMATS),
+        choices=("auto", *NO_NOTATION, *FORMATS),
         help="format of the model's tool calls; auto finds it from the chat template",
     )
     group.add_argument(

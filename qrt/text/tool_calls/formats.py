@@ -169,14 +169,16 @@ FORMATS: dict[str, ToolFormat] = {
 }
 LISTED = Listed()
 
+NO_NOTATION = ("none", "openai")  # vLLM names gpt-oss's calls openai; they are read with its channels
+
 
 def tool_format(name: str, chat_template: str) -> ToolFormat | None:
     """Return the notation `name`; for "auto" the one with a marker that the chat template has, or None."""
-    if name == "none":
+    if name in NO_NOTATION:
         return None
     if name != "auto":
         if name not in FORMATS:
-            known = [*FORMATS, "auto", "none"]
+            known = [*FORMATS, "auto", *NO_NOTATION]
             raise ConfigError(
                 f"tool_call_parser: expected one of {', '.join(known)}, got {name!r}{nearest(name, known)}"
             )

@@ -8,6 +8,7 @@ from qrt import SamplingParams
 from qrt.engine.schedule.output import StepDelta
 from qrt.engine.schedule.request import FinishReason
 from qrt.engine.step.logprobs import score
+from qrt.request.thinking import Thinking
 from qrt.serve.link.messages import Abort, Add, Failed, Hello, Refusal, decode_to_engine, encode, fields_of
 from qrt.serve.link.step_output import StepOutput, decode_from_engine
 
@@ -18,6 +19,13 @@ def test_to_the_engine():
     for message in (add, Abort(["id"]), Failed(404), Hello()):
         assert decode_to_engine(encode(message)) == message or message is add
     assert SamplingParams(**decode_to_engine(encode(add)).params) == params
+
+
+def test_what_a_request_says_of_its_thinking():
+    thinking = Thinking((7, 8), (5,), inside=True, budget=3, closing=(9, 7, 8))
+    add = Add("id", [1], fields_of(SamplingParams()), 12.5, thinking=thinking)
+    assert decode_to_engine(encode(add)).thinking == thinking
+    assert decode_to_engine(encode(Add("id", [1], {}, 12.5))).thinking is None
 
 
 def test_a_step_with_logprobs():
