@@ -24,8 +24,10 @@ import qrt.serve.http.service as service
 from qrt.peer_fields import FIELDS as PEER_FIELDS
 from qrt.serve.processes.process import LineFormatter
 from qrt.serve.routes.lightllm import GenerateRequest
+from qrt.serve.routes.messages.body import MessagesRequest
 from qrt.serve.routes.protocol import ChatCompletionRequest, CompletionRequest
 from qrt.serve.routes.replies import CompletionReply
+from qrt.serve.routes.responses.body import ResponsesRequest
 from qrt.serve.routes.tokens import Detokenize, TokenizeChat
 
 pytestmark = pytest.mark.model
@@ -105,7 +107,8 @@ def untouched(server, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "route", ["/v1/completions", "/v1/chat/completions", "/generate", "/tokenize", "/detokenize"]
+    "route",
+    ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/generate", "/tokenize", "/detokenize"],
 )
 @pytest.mark.parametrize(
     "body",
@@ -264,15 +267,14 @@ VALUES = st.recursive(
 WHOLE = {
     "/v1/completions": {"prompt": "x"},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]},
+    "/v1/responses": {"input": "x"},
+    "/v1/messages": {"messages": [{"role": "user", "content": "x"}]},
     "/generate": {"inputs": "x", "parameters": {"max_new_tokens": 1}},
     "/tokenize": {"prompt": "x"},
     "/detokenize": {"tokens": [5]},
 }
-FIELDS = {
-    name
-    for body in (CompletionRequest, ChatCompletionRequest, GenerateRequest, TokenizeChat, Detokenize)
-    for name in body.model_fields
-}
+BODIES = (CompletionRequest, ChatCompletionRequest, GenerateRequest, TokenizeChat, Detokenize)
+FIELDS = {name for body in (*BODIES, ResponsesRequest, MessagesRequest) for name in body.model_fields}
 
 
 @pytest.fixture(scope="module")
@@ -294,7 +296,8 @@ def short():
 def test_random_bodies(short, route, whole, body):
     """Any value in any field: an answer or a refusal, never a failure of the server. Ten thousand of them:
     pytest --hypothesis-profile thorough tests/serve/test_security.py -k random_bodies"""
-    reply = short.post(route, json={**(WHOLE[route] if whole else {}), "max_tokens": 1, **body})
+    limit = "max_output_tokens" if route == "/v1/responses" else "max_tokens"
+    reply = short.post(route, json={**(WHOLE[route] if whole else {}), limit: 1, **body})
     assert reply.status_code in (200, 400, 404, 501), reply.text
     assert "InternalServerError" not in reply.text, "of a stream, which has begun"
 

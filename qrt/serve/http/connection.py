@@ -44,6 +44,7 @@ class Connection(HttpToolsProtocol):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
+        self.url = b""  # uvicorn sets it only where a request begins
         self._header_bytes = 0  # bytes of a header, or bytes after the last byte of a body
         self._header_end = b""  # the header's last bytes so far
         self._body_bytes = 0
@@ -168,7 +169,8 @@ class Connection(HttpToolsProtocol):
             if self.cycle.response_started:
                 self.transport.abort()
                 return
-        body = json.dumps(error_body(code, message)).encode()
+        path = self.url.partition(b"?")[0].decode("latin-1")
+        body = json.dumps(error_body(code, message, path=path)).encode()
         head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(
             body
         )

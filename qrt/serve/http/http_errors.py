@@ -1,4 +1,7 @@
-"""Reply to errors: always {"error": {message, type, param, code}}, never a traceback, path or address."""
+"""Reply to errors, never with a traceback, path or address.
+
+The shape is OpenAI's, {"error": {message, type, param, code}}, but Anthropic's on the routes of its API.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,10 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
+from starlette.types import Scope
 
 from qrt.errors import ConfigError, QrtError, QueueFullError, UnsupportedError
+from qrt.serve.http.anthropic_errors import anthropic_error, anthropic_status, is_anthropic
 from qrt.serve.http.validation_errors import wrong_field
 from qrt.serve.link.engine_client import ShutdownError
 from qrt.serve.settings import MAX_ECHO_CHARS
@@ -47,24 +52,30 @@ RETRY_AFTER = {429: "1", 503: "5"}  # seconds
 MAX_MESSAGE_CHARS = 1000
 
 
-def error_body(code: int, message: str, param: str | None = None) -> dict[str, Any]:
-    """Return the body of an error reply."""
-    kind = ERROR_TYPES.get(code, "BadRequestError" if code < 500 else "InternalServerError")
+def error_body(
+    code: int, message: str, param: str | None = None, path: str = "", request_id: str | None = None
+) -> dict[str, Any]:
+    """Return the body of an error reply; `path` is that of the request."""
     if len(message) > MAX_MESSAGE_CHARS:
         message = f"{message[:MAX_MESSAGE_CHARS]}..."
+    if is_anthropic(path):
+        return anthropic_error(code, message, request_id)
+    kind = ERROR_TYPES.get(code, "BadRequestError" if code < 500 else "InternalServerError")
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def error_response(
-    code: int, message: str, param: str | None = None, headers: Mapping[str, str] | None = None
+    scope: Scope, code: int, message: str, param: str | None = None, headers: Mapping[str, str] | None = None
 ) -> JSONResponse:
-    """Return the reply to an error, with its headers."""
+    """Return the reply to an error of a request, with its headers."""
     headers = dict(headers or {})
     if code in RETRY_AFTER:
         headers["Retry-After"] = RETRY_AFTER[code]
     if code == 501:
         headers["X-Should-Retry"] = "false"  # OpenAI's clients ask again after any other 5xx
-    return JSONResponse(error_body(code, message, param), code, headers)
+    path, request_id = scope["path"], scope.get("state", {}).get("request_id")
+    status = anthropic_status(code) if is_anthropic(path) else code
+    return JSONResponse(error_body(code, message, param, path, request_id), status, headers)
 
 
 def unexpected_error(error: BaseException) -> str:
@@ -84,7 +95,10 @@ def add_error_handlers(app: FastAPI) -> None:
         wrong = wrong_field(error.errors(), error.body)
         param = ".".join(map(str, wrong.path))
         return error_response(
-            400, f"{param or 'body'}: {wrong.message}"[:MAX_MESSAGE_CHARS], param[:MAX_ECHO_CHARS]
+            request.scope,
+            400,
+            f"{param or 'body'}: {wrong.message}"[:MAX_MESSAGE_CHARS],
+            param[:MAX_ECHO_CHARS],
         )
 
     @app.exception_handler(HTTPException)
@@ -96,11 +110,11 @@ def add_error_handlers(app: FastAPI) -> None:
             known = any(route.matches(bare)[0] is not Match.NONE for route in request.app.routes)
             hint = "; leave out the slash at its end" if known and path.endswith("/") else ""
             message = f"no route {path[:MAX_ECHO_CHARS]!r}{hint}"
-        return error_response(error.status_code, message, headers=error.headers)
+        return error_response(request.scope, error.status_code, message, headers=error.headers)
 
 
 def _handler(code: int) -> Callable[[Request, Exception], Awaitable[Response]]:
     async def handle(request: Request, error: Exception) -> Response:
-        return error_response(code, str(error))
+        return error_response(request.scope, code, str(error))
 
     return handle

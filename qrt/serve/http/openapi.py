@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from qrt.serve.http.anthropic_errors import anthropic_status
+
 
 def _object(**properties: Any) -> dict[str, Any]:
     return {"type": "object", "required": list(properties), "properties": properties}
@@ -13,6 +15,11 @@ def _json(description: str, schema: dict[str, Any]) -> dict[str, Any]:
     return {"description": description, "content": {"application/json": {"schema": schema}}}
 
 
+_ANTHROPIC_ERROR = _object(
+    type={"const": "error"},
+    error=_object(type={"type": "string"}, message={"type": "string"}),
+    request_id={"type": "string"},
+)
 _ERROR = _object(
     error=_object(
         message={"type": "string"},
@@ -41,6 +48,13 @@ Responses = dict[int | str, dict[str, Any]]
 def errors() -> Responses:
     """Return the errors that any route may reply with."""
     return {code: _json(text, _ERROR) for code, text in _MEANINGS.items()}
+
+
+def _anthropic_errors() -> Responses:
+    codes = {
+        anthropic_status(code) if isinstance(code, int) else code: text for code, text in _MEANINGS.items()
+    }
+    return {code: _json(text, _ANTHROPIC_ERROR) for code, text in codes.items()}
 
 
 _CARD = _object(
@@ -77,6 +91,39 @@ def events_or(kind: str) -> Responses:
         choices={"type": "array", "items": choice},
         usage=usage,
     )
-    reply = _json("The completion", body)
+    return {**errors(), 200: _reply_or_events(body)}
+
+
+def _reply_or_events(schema: dict[str, Any]) -> dict[str, Any]:
+    reply = _json("The answer", schema)
     reply["content"]["text/event-stream"] = {}
-    return {**errors(), 200: reply}
+    return reply
+
+
+_RESPONSE = _object(
+    id={"type": "string"},
+    object={"const": "response"},
+    created_at={"type": "integer"},
+    model={"type": "string"},
+    status={"enum": ["completed", "incomplete"]},
+    output={"type": "array", "items": _object(id={"type": "string"}, type={"type": "string"})},
+    usage=_object(
+        input_tokens={"type": "integer"}, output_tokens={"type": "integer"}, total_tokens={"type": "integer"}
+    ),
+)
+RESPONSE: Responses = {**errors(), 200: _reply_or_events(_RESPONSE)}
+_MESSAGE = _object(
+    id={"type": "string"},
+    type={"const": "message"},
+    role={"const": "assistant"},
+    model={"type": "string"},
+    content={"type": "array", "items": _object(type={"enum": ["text", "thinking", "tool_use"]})},
+    stop_reason={"enum": ["end_turn", "max_tokens", "stop_sequence", "tool_use"]},
+    stop_sequence={"type": ["string", "null"]},
+    usage=_object(input_tokens={"type": "integer"}, output_tokens={"type": "integer"}),
+)
+MESSAGE: Responses = {**_anthropic_errors(), 200: _reply_or_events(_MESSAGE)}
+COUNT: Responses = {
+    **_anthropic_errors(),
+    200: _json("The number of tokens", _object(input_tokens={"type": "integer"})),
+}

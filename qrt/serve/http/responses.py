@@ -28,7 +28,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 class EventReply(ABC):
-    """How one API writes a reply as server-sent events.
+    """How one API writes a reply: as one body, or as server-sent events.
 
     ping   what shows in a long silence that the stream is alive
     end    what ends every stream
@@ -36,6 +36,10 @@ class EventReply(ABC):
 
     ping = PING
     end = DONE
+
+    @abstractmethod
+    def body(self) -> Any:
+        """Return the whole reply."""
 
     @abstractmethod
     def events(self, index: int, delta: TextDelta) -> Iterable[bytes]:

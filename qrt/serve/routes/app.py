@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import hmac
 import re
+import uuid
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,15 +20,18 @@ from starlette.routing import BaseRoute, Match
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from qrt.serve.http.anthropic_errors import is_anthropic
 from qrt.serve.http.http_errors import add_error_handlers, error_response, unexpected_error
 from qrt.serve.http.service import Service, new_id
 from qrt.serve.link.engine_client import EngineClient
 from qrt.serve.link.messages import Failed
 from qrt.serve.routes.health import health_routes
 from qrt.serve.routes.lightllm import lightllm_routes
+from qrt.serve.routes.messages.routes import messages_routes
 from qrt.serve.routes.monitoring import monitoring_routes
 from qrt.serve.routes.openai import openai_routes
 from qrt.serve.routes.render import render_routes
+from qrt.serve.routes.responses.routes import responses_routes
 from qrt.serve.routes.tokens import token_routes
 from qrt.version import __version__
 
@@ -70,6 +74,8 @@ def create_app(service: Service) -> FastAPI:
     )
     add_error_handlers(app)
     app.include_router(openai_routes(service))
+    app.include_router(messages_routes(service))
+    app.include_router(responses_routes(service))
     app.include_router(lightllm_routes(service))
     app.include_router(token_routes(service))
     app.include_router(render_routes(service))
@@ -122,10 +128,15 @@ class Gate:
         scope = self._routed(scope)
         headers = dict(scope["headers"])
         name = self._name(headers)
-        scope.setdefault("state", {})["request_name"] = name
-        sender = Sender(send, self._service.client, name)
+        state, request_id = scope.setdefault("state", {}), None
+        state["request_name"] = name
+        if is_anthropic(scope["path"]):
+            request_id = state["request_id"] = name or f"req_{uuid.uuid4().hex}"
+        sender = Sender(send, self._service.client, name, request_id)
         if self._keys and not _is_open(scope) and not self._has_key(headers):
-            refusal = error_response(401, "wrong or missing API key", headers={"WWW-Authenticate": "Bearer"})
+            refusal = error_response(
+                scope, 401, "wrong or missing API key", headers={"WWW-Authenticate": "Bearer"}
+            )
             await refusal(scope, receive, sender)
             return
         try:
@@ -136,7 +147,7 @@ class Gate:
         except Exception as error:
             if sender.begun:
                 raise
-            await error_response(500, unexpected_error(error))(scope, receive, sender)
+            await error_response(scope, 500, unexpected_error(error))(scope, receive, sender)
 
     def _routed(self, scope: Scope) -> Scope:
         """Return a copy of the scope as routes read it.
@@ -164,10 +175,14 @@ class Gate:
         return wanted.decode("ascii") if REQUEST_ID.fullmatch(wanted) else new_id("http")
 
     def _has_key(self, headers: dict[bytes, bytes]) -> bool:
-        """Compare with every key in constant time; the scheme may be in any case (RFC 9110)."""
+        """Compare with every key in constant time; the scheme may be in any case (RFC 9110).
+
+        Anthropic's clients send a key as X-API-Key.
+        """
         scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
-        given = _digest(scheme.lower() + b" " + key)
-        matches = [hmac.compare_digest(given, key) for key in self._keys]
+        bearer = b"bearer " + headers.get(b"x-api-key", b"")
+        given = [_digest(scheme.lower() + b" " + key), _digest(bearer)]
+        matches = [hmac.compare_digest(each, key) for each in given for key in self._keys]
         return any(matches)
 
 
@@ -177,12 +192,16 @@ class Sender:
     begun    whether the status has been sent
     """
 
-    def __init__(self, send: Send, client: EngineClient, name: str | None) -> None:
+    def __init__(
+        self, send: Send, client: EngineClient, name: str | None, request_id: str | None = None
+    ) -> None:
+        """Start; `name` and `request_id` become headers by OpenAI's and Anthropic's name."""
         self._send = send
         self._client = client
         self._headers = [(b"x-content-type-options", b"nosniff")]
-        if name is not None:
-            self._headers.append((b"x-request-id", name.encode()))
+        for header, value in ((b"x-request-id", name), (b"request-id", request_id)):
+            if value is not None:
+                self._headers.append((header, value.encode()))
         self.begun = False
 
     async def __call__(self, message: Message) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
 
 from qrt.sampling_params import SamplingParams
-from qrt.serve.http.http_errors import error_response
 from qrt.serve.http.openapi import errors
 from qrt.serve.http.service import Service
 
@@ -21,7 +21,8 @@ def health_routes(service: Service) -> APIRouter:
     @routes.post("/ping", include_in_schema=False)
     async def health() -> Response:
         service.check_running_or_draining()
-        return _broken(service) or Response()
+        _check_engine(service)
+        return Response()
 
     @routes.get("/liveness", include_in_schema=False)
     async def liveness() -> dict[str, str]:
@@ -30,7 +31,8 @@ def health_routes(service: Service) -> APIRouter:
     @routes.get("/readiness", include_in_schema=False)
     async def readiness() -> Response:
         service.check_running()
-        return _broken(service) or JSONResponse({"status": "ready"})
+        _check_engine(service)
+        return JSONResponse({"status": "ready"})
 
     @routes.get("/health_generate", responses=errors())
     async def health_generate() -> dict[str, str]:
@@ -44,10 +46,9 @@ def health_routes(service: Service) -> APIRouter:
     return routes
 
 
-def _broken(service: Service) -> Response | None:
-    """Return an error 503 if the engine would generate nothing, else None."""
+def _check_engine(service: Service) -> None:
+    """Raise HTTPException 503 if the engine would generate nothing."""
     if service.client.stopped:
-        return error_response(503, str(service.client.stopped))
+        raise HTTPException(503, str(service.client.stopped))
     if service.client.silent_seconds > service.config.watchdog_timeout / 2:
-        return error_response(503, "the engine is stuck in a step")
-    return None
+        raise HTTPException(503, "the engine is stuck in a step")

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -15,7 +16,7 @@ from qrt.errors import ConfigError, UnsupportedError
 from qrt.location import model_commit, model_name
 from qrt.peer_fields import FIELDS
 from qrt.serve.http.openapi import MODEL, MODELS, events_or
-from qrt.serve.http.responses import Deadline, answer_events, answer_whole
+from qrt.serve.http.responses import Deadline, EventReply, answer_events, answer_whole
 from qrt.serve.http.service import Service, new_id
 from qrt.serve.http.strict_json import StrictJsonRoute
 from qrt.serve.routes.protocol import (
@@ -23,7 +24,7 @@ from qrt.serve.routes.protocol import (
     CompletionRequest,
     SamplingFields,
 )
-from qrt.serve.routes.replies import ChatReply, CompletionReply, Reply
+from qrt.serve.routes.replies import ChatReply, CompletionReply
 from qrt.text.answer import AnswerFormat
 from qrt.text.collector import RequestCollector
 
@@ -35,7 +36,9 @@ def openai_routes(service: Service) -> APIRouter:
     @routes.get("/v1/models", responses=MODELS)
     async def models() -> dict[str, Any]:
         service.check_running()
-        return {"object": "list", "data": [_model_card(service, name) for name in service.config.model_names]}
+        names = service.config.model_names
+        page = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
+        return {"object": "list", "data": [_model_card(service, name) for name in names], **page}
 
     @routes.get("/v1/models/{name:path}", responses=MODEL)
     async def model(name: str) -> dict[str, Any]:
@@ -46,7 +49,6 @@ def openai_routes(service: Service) -> APIRouter:
     @routes.post("/v1/completions", response_model=None, responses=events_or("text_completion"))
     async def completions(body: CompletionRequest, request: Request) -> Response:
         arrived = time.monotonic()
-        check_body(service, body)
         collectors = await completion_collectors(service, body)
         reply = CompletionReply(new_id("cmpl"), body.model or service.model, body, collectors)
         return await answer(service, request, body, collectors, reply, arrived)
@@ -54,7 +56,6 @@ def openai_routes(service: Service) -> APIRouter:
     @routes.post("/v1/chat/completions", response_model=None, responses=events_or("chat.completion"))
     async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
         arrived = time.monotonic()
-        check_body(service, body)
         collectors = await chat_collectors(service, body)
         reply = ChatReply(new_id("chatcmpl"), body.model or service.model, body, collectors)
         return await answer(service, request, body, collectors, reply, arrived)
@@ -63,17 +64,11 @@ def openai_routes(service: Service) -> APIRouter:
     async def embeddings() -> None:
         raise UnsupportedError("embeddings: not supported; qrt serves text generation models only")
 
-    @routes.post("/v1/responses", include_in_schema=False)
-    async def responses() -> None:
-        raise UnsupportedError(
-            "responses: not supported by this server; send the messages to /v1/chat/completions"
-        )
-
     return routes
 
 
 def _model_card(service: Service, name: str) -> dict[str, Any]:
-    """Return vLLM's fields, and the commit of a model of the Hub."""
+    """Return vLLM's fields, the commit of a model of the Hub, and what Anthropic's clients read."""
     model = service.client.info.model
     commit = model_commit(model)
     return {
@@ -86,10 +81,13 @@ def _model_card(service: Service, name: str) -> dict[str, Any]:
         "revision": commit,
         "max_model_len": service.client.info.max_model_len,
         "permission": [],
+        "type": "model",
+        "display_name": name,
+        "created_at": datetime.fromtimestamp(service.started, UTC).isoformat(),
     }
 
 
-def check_body(service: Service, body: SamplingFields) -> None:
+def _check_body(service: Service, body: SamplingFields) -> None:
     """Raise the error of a body that this server does not run; the model's name is checked too."""
     service.check_running()
     service.check_model(body.model)
@@ -108,7 +106,8 @@ def check_body(service: Service, body: SamplingFields) -> None:
 
 
 async def completion_collectors(service: Service, body: CompletionRequest) -> list[RequestCollector]:
-    """Tokenize the prompts and make a collector for each."""
+    """Check the body, tokenize its prompts and make a collector for each."""
+    _check_body(service, body)
     name, limit = body.token_limit
     generate = limit != 0
     if not generate and not body.echo:
@@ -141,7 +140,8 @@ async def completion_collectors(service: Service, body: CompletionRequest) -> li
 
 
 async def chat_collectors(service: Service, body: ChatCompletionRequest) -> list[RequestCollector]:
-    """Render the conversation with the chat template, tokenize it and make its collector."""
+    """Check the body, render its conversation with the chat template, tokenize it and make its collector."""
+    _check_body(service, body)
     if body.top_logprobs and not body.logprobs:
         raise ConfigError(
             "top_logprobs: expected only with logprobs: true; set it, or leave top_logprobs out"
@@ -183,7 +183,7 @@ async def answer(
     request: Request,
     body: SamplingFields,
     collectors: Sequence[RequestCollector],
-    reply: Reply,
+    reply: EventReply,
     arrived: float,
 ) -> Response:
     """Run the collectors' requests, and send their reply whole or as events."""

@@ -12,7 +12,7 @@ from qrt.serve.http.events import encode
 from qrt.serve.http.openapi import errors
 from qrt.serve.http.service import Service
 from qrt.serve.http.strict_json import StrictJsonRoute
-from qrt.serve.routes.openai import chat_collectors, check_body, completion_collectors
+from qrt.serve.routes.openai import chat_collectors, completion_collectors
 from qrt.serve.routes.protocol import ChatCompletionRequest, CompletionRequest, SamplingFields
 from qrt.text.collector import RequestCollector
 
@@ -23,14 +23,12 @@ def render_routes(service: Service) -> APIRouter:
 
     @routes.post("/v1/completions/render", response_model=list[dict[str, Any]], responses=errors())
     async def completions(body: CompletionRequest) -> Response:
-        check_body(service, body)
         collectors = await completion_collectors(service, body)
         service.check_size(collectors)
         return await _reply(service, collectors, lambda: [_rendered(body, each) for each in collectors])
 
     @routes.post("/v1/chat/completions/render", response_model=dict[str, Any], responses=errors())
     async def chat_completions(body: ChatCompletionRequest) -> Response:
-        check_body(service, body)
         collectors = await chat_collectors(service, body)
         service.check_size(collectors)
         return await _reply(service, collectors, lambda: _rendered(body, collectors[0]))

@@ -58,7 +58,6 @@ def test_unsupported_fields_are_refused_by_name(client, field):
     for route in ("/v1/completions", "/v1/chat/completions"):
         assert next(iter(field)) in refused(client.post(route, json=body), 501)
     assert "embeddings" in refused(client.post("/v1/embeddings", json={"input": "x"}), 501)
-    assert "/v1/chat/completions" in refused(client.post("/v1/responses", json={"input": "x"}), 501)
 
 
 def test_openai_client_does_not_retry_unsupported_requests(client):
