@@ -44,6 +44,9 @@ COMMANDS = {
         "tokens per second of many requests, offline", speed.add_throughput, "qrt_eval.speed.throughput"
     ),
     "serve": Command("load on a running OpenAI-compatible server", speed.add_serve, "qrt_eval.speed.serve"),
+    "grammar": Command(
+        "time of grammars' masks, over JSON schemas", speed.add_grammar, "qrt_eval.speed.grammar"
+    ),
     "compare": Command(
         "what changed between two result files", quality.add_compare, "qrt_eval.reports.compare"
     ),

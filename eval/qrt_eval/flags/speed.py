@@ -249,6 +249,29 @@ def add_kernels(command: ArgumentParser) -> None:
     flags.add_json(command)
 
 
+def add_grammar(command: ArgumentParser) -> None:
+    """Add the flags of `qrt-eval grammar`."""
+    command.add_argument(
+        "schemas", metavar="FOLDER", help="files of MaskBench (jsonschemabench), or JSON schemas"
+    )
+    command.add_argument(
+        "--tokenizer",
+        default="tiny",
+        metavar="MODEL",
+        help="folder or ORG/NAME of the tokenizer (default: tiny)",
+    )
+    add_download_dir(command)
+    command.add_argument(
+        "--vocab-size",
+        type=flags.positive,
+        metavar="N",
+        help="logits of the model (default: the tokenizer's ids)",
+    )
+    flags.add_limit(command, "schemas, drawn by --seed")
+    flags.add_seed(command, "the schemas that --limit takes")
+    flags.add_json(command)
+
+
 def _add_model_or_shape(command: ArgumentParser) -> None:
     """Add --model, or --shape with the weights and the head of its random model; and --kv."""
     flags.add_model_or_shape(command)

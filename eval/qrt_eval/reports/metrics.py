@@ -103,6 +103,12 @@ def _sweep(result: Result) -> dict[str, Metric]:
     return found
 
 
+def _grammar(result: Result) -> dict[str, Metric]:
+    names = ("compile_ms", "mask_us", "accept_us")
+    found = {name: Metric(result[name]["mean"], None, False) for name in names if "mean" in result[name]}
+    return found | {"refused schemas": Metric(sum(result["refused"].values()), None, False)}
+
+
 def _lm(result: Result) -> dict[str, Metric]:
     return {
         f"{row['task']} {row['metric']}": Metric(row["value"], row["stderr"], row["higher_is_better"])
@@ -142,4 +148,5 @@ METRICS: dict[str, Callable[[Result], dict[str, Metric]]] = {
     "sweep": _sweep,
     "passkey": _passkey,
     "kv-error": _kv_error,
+    "grammar": _grammar,
 }
