@@ -21,6 +21,7 @@ BETTER = {
     "kernels": {"us": False},
     "sweep": {"ppl": False, "kl_mean": False, "tokens_per_second": True},
     "kv-error": {"relative error": False},
+    "grammar": {"compile_ms": False, "mask_us": False, "accept_us": False, "refused schemas": False},
 }  # fmt: skip
 WHERE = {"device": "d", "cuda": None, "python": "3", "versions": {"torch": "1"}, "commit": "a"}
 
