@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,6 +21,8 @@ from qrt.engine.step.profile import peak_step_bytes
 from qrt.engine.step.runner import Runner
 from qrt.engine.step.table import RequestTable
 from qrt.errors import ConfigError
+from qrt.grammar.compiled import Grammars
+from qrt.grammar.vocabulary import Vocabulary
 from qrt.kernels.gpu import launches_on
 from qrt.mem.sizing import (
     GIB,
@@ -59,6 +61,7 @@ class Parts:
     pool         size of the KV pool
     pooling      how the model pools; None: it generates
     runner       runs steps on the model and the pool
+    grammars     makes the compiler of grammars over the model's tokens; None for a model without a folder
     """
 
     config: EngineConfig
@@ -69,6 +72,7 @@ class Parts:
     pool: PoolSize
     pooling: Pooling | None
     runner: Runner
+    grammars: Callable[[], Grammars] | None
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,7 @@ def build(
 
     `eos_token_ids` end the text beside those that the checkpoint names.
     """
+    loads = model is None
     config, loaded = _checked(config, model)
     model, generation = loaded.model, loaded.generation
     named = {*model.arch.eos_token_ids, *generation.eos_token_ids, *eos_token_ids}
@@ -114,7 +119,9 @@ def build(
     logger.info("%s; at most %d run at once", pool, limits.max_num_seqs)
     if logger.isEnabledFor(logging.DEBUG):
         _log_products(model, limits, sizes)
-    return Parts(config, generation, eos, limits, formats, pool, loaded.pooling, runner)
+    folder, width = config.model, model.arch.vocab_size
+    grammars = (lambda: Grammars(Vocabulary.of(folder, width, eos))) if loads else None
+    return Parts(config, generation, eos, limits, formats, pool, loaded.pooling, runner, grammars)
 
 
 def _checked(config: EngineConfig | Preflight, model: Decoder | None) -> tuple[EngineConfig, _Loaded]:

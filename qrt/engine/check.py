@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from qrt.arch.pooling import KINDS, Pooling
 from qrt.checks import is_integer
 from qrt.errors import ConfigError
+from qrt.request.thinking import Thinking
 from qrt.sampling_params import SamplingParams
 
 
@@ -79,6 +80,23 @@ class RequestCheck:
             )
         if pool not in (None, *KINDS):
             raise ConfigError(f"pool: expected one of {', '.join(KINDS)}, got {pool!r}")
+
+    def constraint(self, params: SamplingParams, thinking: Thinking | None, *, generate: bool) -> None:
+        """Check the marks of thinking, and that a request with a shape generates."""
+        if params.structured_outputs is not None and not generate:
+            raise ConfigError(
+                "structured_outputs: expected only where an answer is generated, got a prompt to score; "
+                "leave it out"
+            )
+        if thinking is None:
+            return
+        ids = np.array((*thinking.start, *thinking.end, *thinking.closing), object)
+        wrong = ids[(ids < 0) | (ids >= self._vocab_size)]
+        if wrong.size:
+            raise ConfigError(
+                f"thinking: expected token ids of 0 to {self._vocab_size - 1}, the model's vocabulary, got "
+                f"{wrong[0]}"
+            )
 
     def order(self, priority: object, cache_salt: object) -> None:
         """Check the priority and the salt of cached prefixes."""

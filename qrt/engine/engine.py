@@ -5,22 +5,30 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
 
 from qrt.config import EngineConfig
 from qrt.engine.build import build
 from qrt.engine.check import RequestCheck
+from qrt.engine.constrain.constraints import Constraints
 from qrt.engine.preflight import Preflight
 from qrt.engine.schedule.output import StepDelta
 from qrt.engine.schedule.plan import Plan
+from qrt.engine.schedule.request import FinishReason
 from qrt.engine.schedule.scheduler import Scheduler
 from qrt.engine.step.runner import Launched
 from qrt.engine.step.timeline import Timeline
+from qrt.errors import ConfigError
+from qrt.grammar.matcher import Matcher
+from qrt.grammar.spec import Grammar
 from qrt.mem.manager import KVManager
 from qrt.mem.sizing import slot_bytes
 from qrt.mem.windows import WindowSlots, held_slots
 from qrt.model.decoder import Decoder
+from qrt.request.structured_outputs import StructuredOutputsParams
+from qrt.request.thinking import Thinking
 from qrt.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -74,6 +82,7 @@ class Engine:
             self.model.arch.vocab_size, parts.eos, priorities=priorities, pooling=parts.pooling
         )
         overlap = self.config.overlap
+        self._constraints = Constraints(self.model.arch.vocab_size, parts.eos, parts.grammars)
         self._depth = 2 if (self.model.device.type == "cuda" if overlap is None else overlap) else 1
         self._forget()
 
@@ -89,6 +98,7 @@ class Engine:
             conservative=config.admission == "conservative",
         )
         self._launched: deque[tuple[Plan, Launched]] = deque()
+        self._constraints.clear()
 
     @property
     def max_model_len(self) -> int:
@@ -125,7 +135,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether `step` has something to do: a request waits or runs, or a step has been launched."""
-        return self.scheduler.has_work or bool(self._launched)
+        return self.scheduler.has_work or bool(self._launched) or self._constraints.waits
 
     def add(
         self,
@@ -137,32 +147,54 @@ class Engine:
         priority: int = 0,
         cache_salt: str | None = None,
         pool: str | None = None,
+        thinking: Thinking | None = None,
     ) -> None:
         """Queue a request; generate=False only scores the prompt. `params.n` is ignored.
 
         `pool` asks a model that pools for vectors of that kind ("last", "mean", "all") instead of tokens.
 
         With the priority scheduling policy the smallest `priority` runs first. A request shares cached
-        prefixes only with requests of the same `cache_salt`. Raises ConfigError when the prompt is empty or
-        too long, a token id is outside the vocabulary, or the id is in use; QueueFullError when the queue of
-        requests or tokens is full.
+        prefixes only with requests of the same `cache_salt`. `thinking` says where the model's thinking ends:
+        a grammar of `params.structured_outputs` begins behind it, and it may have a budget. A request with a
+        grammar joins the queue once that is compiled, which is done beside the steps. Raises ConfigError when
+        the prompt is empty or too long, a token id is outside the vocabulary, or the id is in use;
+        QueueFullError when the queue of requests or tokens is full.
         """
         self._check.job(pool)
         self._check.order(priority, cache_salt)
         ids = self._check.tokens(prompt_ids, params)
-        self.scheduler.add(
-            request_id,
-            ids,
-            params,
-            generate=generate and pool is None,
-            priority=priority,
-            cache_salt=cache_salt,
-            pool=pool,
-        )
+        generate = generate and pool is None
+        self._check.constraint(params, thinking, generate=generate)
+        if request_id in self._constraints:
+            raise ConfigError(f"request id {request_id!r}: already in use; choose another id")
+
+        def add(matcher: Matcher | None = None) -> None:
+            self.scheduler.add(
+                request_id,
+                ids,
+                params,
+                generate=generate,
+                priority=priority,
+                cache_salt=cache_salt,
+                pool=pool,
+            )
+            self._constraints.add(request_id, params, thinking, matcher)
+
+        if params.structured_outputs is None:
+            add()
+        else:
+            self.scheduler.check(request_id, len(ids), params, generate=generate)
+            outputs = StructuredOutputsParams.of(params.structured_outputs)
+            self._constraints.compile(request_id, Grammar.of(outputs), add)
 
     def abort(self, request_id: str) -> None:
         """Forget a request; do nothing if there is none of that id."""
         self.scheduler.abort(request_id)
+        self._constraints.remove(request_id)
+
+    def warm_up_grammars(self) -> None:
+        """Load the compiler of grammars in the background, so that the first one need not wait for it."""
+        self._constraints.warm_up()
 
     def step(self) -> list[StepDelta]:
         """Launch the next step and return what the oldest finished step added to each request.
@@ -170,10 +202,11 @@ class Engine:
         With overlap the first call returns nothing: the result of a step is read after the next is launched.
         An error in a step ends the requests that took part in it (`StepDelta.error`); the others go on.
         """
-        plan, deltas = self.scheduler.plan(), []
+        deltas = self._start_ready()
+        plan = self.scheduler.plan()
         if plan is not None:
             try:
-                self._launched.append((plan, self.runner.launch(plan)))
+                self._launch(plan, deltas)
             except Exception as error:
                 while self._launched:  # report the results of earlier steps first
                     deltas += self._finish()
@@ -181,6 +214,40 @@ class Engine:
         while self._launched and (plan is None or len(self._launched) >= self._depth):
             deltas += self._finish()
         return deltas
+
+    def _start_ready(self) -> list[StepDelta]:
+        """Queue the requests whose grammar is compiled; return the end of those whose grammar is wrong."""
+        if not self._constraints.waits:
+            return []
+        idle = not self.scheduler.has_work and not self._launched
+        failed = self._constraints.start_ready(idle=idle)
+        return [
+            StepDelta(request_id, finish_reason=FinishReason.ABORT, error=error)
+            for request_id, error in failed.items()
+        ]
+
+    def _launch(self, plan: Plan, deltas: list[StepDelta]) -> None:
+        """Launch a step; if some of its tokens are sampled by masks, once the steps before it are done.
+
+        The device then computes hidden states while the host follows the last tokens and fills masks. The
+        results of those steps are added to `deltas`.
+        """
+        masked = self._constraints.of(plan)
+        if not masked:
+            self._launched.append((plan, self.runner.launch(plan)))
+            return
+        forwarded = self.runner.forward(plan)
+        while self._launched:
+            deltas += self._finish()
+        masks = self._constraints.fill(plan, masked, self.scheduler.length)
+        for index, error in masks.errors.items():
+            deltas.append(self._ended(self.scheduler.give_up(plan.sampled[index].request_id, error)))
+        for index in masks.late:
+            if index not in masks.errors:
+                self.scheduler.repeat(plan.sampled[index].request_id)
+        drawn = {index for index, _ in masks.rows}
+        skipped = [index for index in masked if index not in drawn]
+        self._launched.append((plan, self.runner.draw(forwarded, masks.rows, skipped)))
 
     def clear(self) -> None:
         """Forget all requests and cached prefixes, after waiting for launched steps.
@@ -208,8 +275,18 @@ class Engine:
             result = launched.result()
         except Exception as error:
             return self._give_up(plan, error)
-        return self.scheduler.commit(plan, result)
+        verdicts = self._constraints.take(plan, result.tokens, self.scheduler.length)
+        if verdicts:
+            result = replace(result, verdicts=verdicts)
+        return [self._ended(delta) for delta in self.scheduler.commit(plan, result)]
 
     def _give_up(self, plan: Plan, error: Exception) -> list[StepDelta]:
         logger.error("a step failed; its %d requests are given up", len(plan.works), exc_info=error)
-        return self.scheduler.fail(f"{type(error).__name__}: {error}".splitlines()[0])
+        deltas = self.scheduler.fail(f"{type(error).__name__}: {error}".splitlines()[0])
+        return [self._ended(delta) for delta in deltas]
+
+    def _ended(self, delta: StepDelta) -> StepDelta:
+        """Forget the constraint of a request that has ended."""
+        if delta.finish_reason is not None:
+            self._constraints.remove(delta.request_id)
+        return delta

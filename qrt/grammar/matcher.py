@@ -40,6 +40,14 @@ class Matcher:
         self._past = 0  # ends that were accepted behind the end of the grammar; the library counts none
         self.error: str | None = None
 
+    def accepts(self, token: int) -> bool:
+        """Return whether the grammar allows a token next; it does not go on by it."""
+        if self._failed() or not 0 <= token < self._root.vocabulary.width:
+            return False
+        if self.ended:
+            return token in self._root.vocabulary.ends
+        return self._parser.validate_tokens([token]) == 1
+
     def accept(self, token: int) -> bool:
         """Go on by a token; False where the grammar does not allow it, which is an error from then on.
 

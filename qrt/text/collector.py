@@ -158,7 +158,8 @@ class RequestCollector:
         if delta.prompt_scores is not None:
             self._add_prompt(delta.prompt_scores)
         shown = delta.token_ids
-        if delta.finish_reason is FinishReason.STOP and not self.params.include_stop_str_in_output:
+        stops = delta.finish_reason is FinishReason.STOP and not delta.is_whole
+        if stops and not self.params.include_stop_str_in_output:
             shown = shown[:-1]  # the end-of-text or stop token is not shown
         text = completion.detokenizer.feed(shown)
         if delta.finish_reason:

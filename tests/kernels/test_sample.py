@@ -245,3 +245,54 @@ def test_replays_in_a_cuda_graph(device):
         tables[3].add_(1)
         graph.replay()
         assert torch.equal(tokens, sample(logits, *tables, None))
+
+
+def masks_of(allowed, device):
+    """int32 [C, W] of bool [C, V]."""
+    padded = F.pad(allowed, (0, -allowed.shape[1] % 32)).unflatten(1, (-1, 32)).long()
+    words = (padded << torch.arange(32)).sum(-1)
+    return torch.where(words < 2**31, words, words - 2**32).int().to(device)
+
+
+@pytest.mark.ptx(implementation=[kernel.sample], dtype=[torch.bfloat16], vocab=[2600])
+@BOTH
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocab", [257, 2600])
+def test_masked_logits_count_as_minus_infinity(device, implementation, dtype, vocab):
+    """Greedy rows too, beside rows without a mask; the last masks leave one token."""
+    logits = (torch.randn(7, vocab, device=device) * 2).to(dtype)
+    tables = parameters(7, device, [1.0, 0.0, 0.7, 1.3, 1.0, 0.0, 1.0] * 2)
+    allowed = torch.rand(4, vocab, generator=torch.Generator().manual_seed(3)) < 0.1
+    allowed[2:] = False
+    allowed[2, vocab - 1] = allowed[3, 8] = True
+    at = torch.tensor([1, -1, 0, 2, -1, 3, 2], dtype=torch.int32)
+    tokens = implementation(logits, *tables, None, masks_of(allowed, device), at.to(device))
+    of_rows = torch.where((at < 0)[:, None], True, allowed[at]).to(device)
+    assert of_rows.gather(1, tokens[:, None]).all() and tokens[3] == tokens[6] == vocab - 1
+    assert torch.equal(tokens, implementation(logits.masked_fill(~of_rows, -INF), *tables, None))
+
+
+@BOTH
+def test_mask_and_least_both_apply(device, implementation):
+    logits = torch.randn(5, 640, device=device)
+    tables = parameters(5, device)
+    least = (logits / tables[1][tables[0], None]).sort(-1, descending=True).values[:, 300].contiguous()
+    allowed = torch.rand(5, 640, generator=torch.Generator().manual_seed(4)) < 0.2
+    at = torch.arange(5, dtype=torch.int32, device=device)
+    tokens = implementation(logits, *tables, least, masks_of(allowed, device), at)
+    check(tokens, logits.masked_fill(~allowed.to(device), -INF), *tables, least)
+
+
+@pytest.mark.gpu
+def test_masks_of_a_whole_vocabulary(device):
+    """10^5 draws of 256 rows: none outside its mask, padded ids included."""
+    vocab = 151936
+    logits = torch.randn(256, vocab, device=device, dtype=torch.bfloat16)
+    allowed = torch.rand(256, vocab, device=device) < 1e-3
+    allowed[:, 151669:] = False
+    masks, at = masks_of(allowed.cpu(), device), torch.arange(256, dtype=torch.int32, device=device)
+    tables = parameters(256, device)
+    for step in range(400):
+        position = tables[3] + step
+        tokens = kernel.sample(logits, *tables[:3], position, None, masks, at)
+        assert allowed.gather(1, tokens[:, None]).all()

@@ -95,7 +95,7 @@ class Lookahead:
         assert request.seq is not None
         start = len(request.seq)
         end = min(request.length - 1 + tokens, request.max_len)
-        if self.reach(request, request.length - 1, end) < end:
+        if self.reach(request, request.num_computed, end) < end:
             return False
         slots = self._kv.extend(request.seq, end - start)
         if slots is None:

@@ -19,6 +19,7 @@ class StepDelta(NamedTuple):
     num_cached      prompt tokens found in the prefix cache
     pooled          vectors, fp32 [n, D]: the prompt's one, or one for each token of a chunk
     error           why the engine gave the request up (finish_reason is ABORT)
+    is_whole        its grammar ended it (finish_reason is STOP): the last token belongs to the answer
     """
 
     request_id: str
@@ -30,6 +31,7 @@ class StepDelta(NamedTuple):
     num_cached: int = 0
     error: str | None = None
     pooled: Vectors | None = None
+    is_whole: bool = False
 
 
 def merge(deltas: Sequence[StepDelta]) -> StepDelta:

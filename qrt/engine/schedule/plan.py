@@ -205,6 +205,19 @@ class Plan:
         return self.decodes + self.chunks
 
 
+class Verdict(NamedTuple):
+    """What a sampled token means for a request with a constraint.
+
+    ends    whether the answer is whole; the token belongs to it
+    then    tokens that must follow, appended without being sampled
+    error   why the request cannot go on
+    """
+
+    ends: bool = False
+    then: tuple[int, ...] = ()
+    error: str | None = None
+
+
 @dataclass(frozen=True)
 class StepResult:
     """The result of a step.
@@ -213,9 +226,11 @@ class StepResult:
     logprobs        index into `tokens` -> one row, where asked for
     prompt_scores   request id -> one row for each of the chunk's targets, where asked for
     pooled          request id -> its vectors that the step has completed, where asked for
+    verdicts        index into `tokens` -> what its request's constraint says, if it has one
     """
 
     tokens: Sequence[int]
     logprobs: Mapping[int, Scores] = field(default_factory=dict)
     prompt_scores: Mapping[str, Scores] = field(default_factory=dict)
     pooled: Mapping[str, Vectors] = field(default_factory=dict)
+    verdicts: Mapping[int, Verdict] = field(default_factory=dict)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import cast
@@ -48,6 +48,8 @@ class Request:
     num_scored    prompt tokens after the first whose log-probability has been reported
     num_cached    tokens found in the prefix cache when it first ran
     published     whether others can share its whole prompt
+    is_whole      whether its grammar has ended it
+    skips         whether what the oldest launched step samples for it does not count
     """
 
     id: str
@@ -70,6 +72,8 @@ class Request:
     num_scored: int = 0
     num_cached: int | None = None
     published: bool = False
+    is_whole: bool = False
+    skips: bool = False
     prompt_len: int = field(init=False)
     length: int = field(init=False)
     covered: int = 0
@@ -129,6 +133,8 @@ class Request:
     def finish_reason(self) -> FinishReason | None:
         """Why it ends, by the tokens known so far; None while it goes on."""
         if self.output:
+            if self.is_whole:
+                return FinishReason.STOP
             if len(self.output) > self.params.min_tokens and self.output[-1] in self.stop_ids:
                 return FinishReason.STOP
             return FinishReason.LENGTH if len(self.prompt) + len(self.output) >= self.max_len else None
@@ -144,6 +150,32 @@ class Request:
             return None
         targets: Ints = self.prompt[first + 1 : last + 1]
         return Scoring(first - start, targets, self.params.prompt_logprobs)
+
+    def append(self, tokens: Sequence[int]) -> int:
+        """Add tokens behind the known ones, up to its end; they are computed as a chunk. Return how many.
+
+        What a launched step samples for it does not count.
+        """
+        if self.pending:
+            self._take_back()
+        known = self.prompt_len + len(self.output)
+        added = tokens[: self.max_len - known]
+        stop = next((i for i, token in enumerate(added) if token in self.stop_ids), len(added))
+        added = added[: stop + 1]
+        self.output += added
+        self.length = self.prefill_len = known + len(added)
+        return len(added)
+
+    def repeat(self) -> None:
+        """Compute the last known token again: what the launched step samples for it does not count."""
+        self._take_back()
+        self.num_computed, self.prefill_len = self.length - 1, self.length
+
+    def _take_back(self) -> None:
+        """Forget the token that the launched step samples."""
+        self.pending -= 1
+        self.length -= 1
+        self.skips = True
 
     def decode(self) -> Decode:
         """Return its part of a step in which it decodes."""

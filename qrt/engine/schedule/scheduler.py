@@ -26,7 +26,7 @@ from qrt.engine.schedule.admission import Growing
 from qrt.engine.schedule.limits import Limits
 from qrt.engine.schedule.lookahead import Lookahead, lacking_slots
 from qrt.engine.schedule.output import StepDelta
-from qrt.engine.schedule.plan import Admission, Chunk, Plan, SamplingRules, StepResult
+from qrt.engine.schedule.plan import Admission, Chunk, Plan, SamplingRules, StepResult, Verdict
 from qrt.engine.schedule.queue import Queue, insert, remove
 from qrt.engine.schedule.request import FinishReason, Request
 from qrt.engine.schedule.rows import Rows
@@ -95,16 +95,10 @@ class Scheduler:
     ) -> None:
         """Queue a request for `prompt` int32 [P], the smallest `priority` first.
 
-        generate=False only scores the prompt, or makes vectors of it (`pool`, as in Request). Raises
-        ConfigError when the id is in use, or the prompt is empty or can never fit; QueueFullError when the
-        queue is full.
+        generate=False only scores the prompt, or makes vectors of it (`pool`, as in Request). Raises what
+        `check` raises.
         """
-        if request_id in self._requests:
-            raise ConfigError(f"request id {request_id!r}: already in use; choose another id")
-        max_len = self.limits.end(
-            len(prompt), params.max_tokens if generate else 0, self.kv.num_slots, whole=bool(pool)
-        )
-        self.waiting.check_room(len(prompt))
+        max_len = self.check(request_id, len(prompt), params, generate=generate, whole=bool(pool))
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
         sampling = SamplingRules.of(params, len(prompt), self._seed_of(params))
         order = (priority, self._num_added)
@@ -112,6 +106,27 @@ class Scheduler:
         self._num_added += 1
         self._requests[request_id] = request
         self.waiting.add(request)
+
+    def check(
+        self,
+        request_id: str,
+        prompt_len: int,
+        params: SamplingParams,
+        *,
+        generate: bool = True,
+        whole: bool = False,
+    ) -> int:
+        """Return the length at which a request would end; `whole` as in `Limits.end`.
+
+        Raises ConfigError when the id is in use, or the prompt is empty or can never fit; QueueFullError when
+        the queue is full.
+        """
+        if request_id in self._requests:
+            raise ConfigError(f"request id {request_id!r}: already in use; choose another id")
+        most = params.max_tokens if generate else 0
+        max_len = self.limits.end(prompt_len, most, self.kv.num_slots, whole=whole)
+        self.waiting.check_room(prompt_len)
+        return max_len
 
     def abort(self, request_id: str) -> None:
         """Forget a request and free its slots; do nothing if there is none of that id."""
@@ -133,6 +148,8 @@ class Scheduler:
             if (
                 budget > 0
                 and request.num_computed <= cached
+                and request.covered >= request.prefill_len
+                and self._first_turn(request.length) == request.first_turn
                 and (chunk := self._chunk(request, budget, len(decoding)))
             ):
                 prefilling.append((request, chunk))
@@ -169,26 +186,46 @@ class Scheduler:
         """
         requests = self._planned.popleft()
         deltas, index = [], len(plan.decodes)
-        tokens, logprobs = result.tokens, result.logprobs
+        tokens, logprobs, verdicts = result.tokens, result.logprobs, result.verdicts
         for at, (request, token) in enumerate(zip(requests[:index], tokens[:index], strict=True)):
             request.in_flight -= 1
+            if request.skips:
+                request.skips = False
+                continue
             request.pending -= 1
             if request.seq is not None:
-                deltas.append(self._take(request, token, logprobs.get(at) if logprobs else None))
+                verdict = verdicts.get(at) if verdicts else None
+                scores = logprobs.get(at) if logprobs else None
+                deltas.append(self._take(request, token, scores, verdict=verdict))
         requests = requests[index:]
         for request, chunk in zip(requests, plan.chunks, strict=True):
             request.in_flight -= 1
-            request.pending -= chunk.samples
+            samples = chunk.samples and not request.skips
+            request.skips = request.skips and not chunk.samples
+            request.pending -= samples
             if request.seq is not None:
                 request.num_scored = max(request.num_scored, min(chunk.end, len(request.prompt) - 1))
                 self._publish(request, chunk.end)
                 scores, pooled = result.prompt_scores.get(request.id), result.pooled.get(request.id)
-                if chunk.samples:
-                    deltas.append(self._take(request, tokens[index], logprobs.get(index), scores))
-                elif scores or pooled is not None or request.finish_reason:
+                if samples:
+                    verdict = verdicts.get(index)
+                    deltas.append(self._take(request, tokens[index], logprobs.get(index), scores, verdict))
+                elif scores or pooled is not None or not chunk.samples and request.finish_reason:
                     deltas.append(self._report(request, prompt_scores=scores)._replace(pooled=pooled))
             index += chunk.samples
         return deltas
+
+    def length(self, request_id: str) -> int | None:
+        """Return the length of a running request for which the oldest launched step samples a token.
+
+        None if it has ended, or if that token does not count.
+        """
+        request = self._requests.get(request_id)
+        return None if request is None or request.seq is None or request.skips else request.length
+
+    def repeat(self, request_id: str) -> None:
+        """Let a request of the launched step compute its last token again, as that step samples none."""
+        self._requests[request_id].repeat()
 
     def fail(self, error: str) -> list[StepDelta]:
         """End the requests of the oldest launched step, which failed with `error`."""
@@ -196,10 +233,17 @@ class Scheduler:
         for request in self._planned.popleft():
             request.in_flight -= 1
             if self._requests.get(request.id) is request:
-                del self._requests[request.id]
-                self._stop(request, keep=False)
-                deltas.append(StepDelta(request.id, finish_reason=FinishReason.ABORT, error=error))
+                deltas.append(self._give_up(request, error))
         return deltas
+
+    def give_up(self, request_id: str, error: str) -> StepDelta:
+        """End a running request with `error`."""
+        return self._give_up(self._requests[request_id], error)
+
+    def _give_up(self, request: Request, error: str) -> StepDelta:
+        del self._requests[request.id]
+        self._stop(request, keep=False)
+        return StepDelta(request.id, finish_reason=FinishReason.ABORT, error=error)
 
     def _seed_of(self, params: SamplingParams) -> int:
         """Return the request's seed; without one, make it from the engine's seed and the arrival number."""
@@ -215,10 +259,13 @@ class Scheduler:
         would have to be paused is in a launched step.
         """
         decoding = [r for r in self.running if r.num_computed >= r.prefill_len and r.length < r.max_len]
+        # tokens may have been appended to requests: they need slots, and may cross, as if they decoded
+        appended = [r for r in self.running if r.num_computed < r.prefill_len and r.output]
         if self.limits.short_context:
             decoding = self._cross(decoding)
+            appended = self._cross(appended)
         num_pauses = self.num_pauses
-        for request in lacking_slots(decoding):
+        for request in lacking_slots(decoding + appended):
             while request.seq is not None and not self._lookahead.give(request):
                 last = self.running[-1]
                 if last.in_flight:
@@ -371,14 +418,40 @@ class Scheduler:
             prefilling[-1] = request, request.chunk(len(last.tokens) - surplus)
 
     def _take(
-        self, request: Request, token: int, logprobs: Scores | None, prompt_scores: Scores | None = None
+        self,
+        request: Request,
+        token: int,
+        logprobs: Scores | None,
+        prompt_scores: Scores | None = None,
+        verdict: Verdict | None = None,
     ) -> StepDelta:
         """Add a token to a request, and end the request if it is done."""
+        if verdict is not None:
+            return self._take_constrained(request, token, logprobs, prompt_scores, verdict)
         request.output.append(token)
         if token in request.stop_ids or request.length - request.pending >= request.max_len:
             return self._report(request, (token,), logprobs, prompt_scores)
         cached = request.num_cached or 0
         return StepDelta(request.id, (token,), None, None, logprobs, prompt_scores, cached)
+
+    def _take_constrained(
+        self,
+        request: Request,
+        token: int,
+        logprobs: Scores | None,
+        prompt_scores: Scores | None,
+        verdict: Verdict,
+    ) -> StepDelta:
+        """Do `_take`, and what the request's constraint says of the token."""
+        if verdict.error is not None:
+            return self._give_up(request, verdict.error)
+        request.output.append(token)
+        added = 0
+        if request.finish_reason is None:
+            added = request.append(verdict.then) if verdict.then else 0
+            request.is_whole = verdict.ends and added == len(verdict.then)
+        token_ids = tuple(request.output[-1 - added :])
+        return self._report(request, token_ids, logprobs, prompt_scores)
 
     def _report(
         self,
@@ -392,12 +465,13 @@ class Scheduler:
         if reason:
             del self._requests[request.id]
             self._stop(request, keep=request.shares)
-        stop_reason = None
-        if (
-            token_ids
-            and reason is FinishReason.STOP
-            and (request.params.ignore_eos or token_ids[-1] not in self._eos)
-        ):
-            stop_reason = token_ids[-1]
+        stop_reason, is_whole = None, False
+        if token_ids and reason is FinishReason.STOP:
+            known_end = token_ids[-1] in self._eos
+            is_whole = request.is_whole and not known_end
+            if not request.is_whole and (request.params.ignore_eos or not known_end):
+                stop_reason = token_ids[-1]
         cached = request.num_cached or 0
-        return StepDelta(request.id, token_ids, reason, stop_reason, logprobs, prompt_scores, cached)
+        return StepDelta(
+            request.id, token_ids, reason, stop_reason, logprobs, prompt_scores, cached, is_whole=is_whole
+        )

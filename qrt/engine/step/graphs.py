@@ -27,6 +27,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from qrt.engine.schedule.plan import Plan
+from qrt.engine.step.masks import MaskBuffer
 from qrt.engine.step.padded import PaddedInputs
 from qrt.engine.step.table import RequestTable
 from qrt.kernels.sample import sample as sample_logits
@@ -87,6 +88,7 @@ class TokenSteps:
     tokens        sizes of steps with chunks of prompts
     num_cached    most cached tokens that the chunks of a step attend
     attend_cache  as in PrefillMeta
+    masks         what `sample_masked` reads
     """
 
     def __init__(
@@ -111,6 +113,8 @@ class TokenSteps:
         self._inputs = PaddedInputs(
             self.rows[-1], most, model, kv, table, num_cached=num_cached, attend_cache=attend_cache
         )
+        most_samples = max(self.rows[-1], table.pad_row)
+        self.masks = MaskBuffer(most_samples, model.arch.vocab_size, table.device)
         self._sent: list[int] | None = None  # rows on the device, if it has a step of decodes alone
         self._hidden = torch.zeros(most, config.hidden_size, dtype=model.dtype, device=table.device)
         heads = most if self.tokens else 0, config.num_heads, config.head_dim
@@ -220,12 +224,17 @@ class TokenSteps:
             tokens = self._run(self._step, self._size(plan))
         return tokens[: len(plan.sampled)].clone()  # the graph writes the same memory again
 
+    def sample_masked(self, plan: Plan) -> Tensor:
+        """Sample as `sample` does after `forward`, by the masks that have been sent."""
+        tokens = self._run(self._sample_masked, _holds(self.rows, len(plan.sampled)))
+        return tokens[: len(plan.sampled)].clone()
+
     def _steps(self) -> list[tuple[Callable[[int], Tensor], int]]:
         """Return the steps to record, in order."""
         alone = [size for size in self.tokens if size <= ALONE]
         bodies = {
             self._mixed: self.tokens, self._prompts: alone, self._forward: self.rows, self._sample: self.rows,
-            self._step: self.rows,
+            self._sample_masked: self.rows, self._step: self.rows,
         }  # fmt: skip
         return [(body, size) for body, sizes in bodies.items() for size in sizes[::-1]]
 
@@ -271,6 +280,10 @@ class TokenSteps:
     def _sample(self, size: int) -> Tensor:
         return self._next_tokens(self._hidden[self._inputs.samples(size)[0].long()], size)
 
+    def _sample_masked(self, size: int) -> Tensor:
+        hidden = self._hidden[self._inputs.samples(size)[0].long()]
+        return self._next_tokens(hidden, size, self.masks.masks, self.masks.at[:size])
+
     def _decode(self, size: int) -> Tensor:
         """Return the hidden states [size, H] of decodes alone."""
         return self._model.hidden(self._inputs.decodes(size), self._kv)
@@ -287,11 +300,13 @@ class TokenSteps:
         step = self._inputs.chunks(size, decodes, self._attended[:size])
         return self._hidden[:size].copy_(self._model.hidden(step, self._kv))
 
-    def _next_tokens(self, hidden: Tensor, size: int) -> Tensor:
+    def _next_tokens(
+        self, hidden: Tensor, size: int, masks: Tensor | None = None, mask_at: Tensor | None = None
+    ) -> Tensor:
         table, (_, rows, drawn) = self._table, self._inputs.samples(size)
-        rows = rows.long()
+        rows, logits = rows.long(), self._model.logits(hidden)
         tokens = sample_logits(
-            self._model.logits(hidden), rows, table.temperature, table.seed, table.length, None
+            logits, rows, table.temperature, table.seed, table.length, None, masks, mask_at
         )
         table.advance(rows, tokens, drawn)
         return tokens

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from qrt.engine.schedule.plan import Plan, StepResult
@@ -15,6 +18,7 @@ from qrt.engine.step.adjustments import Adjustments
 from qrt.engine.step.batch import Batch, build
 from qrt.engine.step.graphs import TokenSteps
 from qrt.engine.step.logprobs import score
+from qrt.engine.step.masks import MaskBuffer
 from qrt.engine.step.pooler import Pooler
 from qrt.engine.step.sample_batch import SampleBatch, is_plain, make_sample_batch
 from qrt.engine.step.sampler import sample
@@ -43,6 +47,22 @@ class Launched:
         self.fetch.wait()
         tokens = [] if self.tokens is None else self.tokens.tolist()
         return StepResult(tokens, self.logprobs, self.prompt_scores, self.pooled)
+
+
+@dataclass(frozen=True)
+class Forwarded:
+    """A step whose hidden states the device computes, and whose tokens have not been sampled.
+
+    samples   how they are; None in a padded step, which has its own inputs
+    """
+
+    plan: Plan
+    hidden: Tensor
+    samples: SampleBatch | None
+    fetch: Fetch
+    prompt_scores: Mapping[str, Scores]
+    padded: bool
+    host_s: float
 
 
 class Runner:
@@ -81,10 +101,47 @@ class Runner:
         """
         with launches_on(self.table.device):
             started = time.perf_counter()
-            launched = self._launch(plan)
+            self._admit(plan)
+            steps = self.token_steps
+            if steps is not None and steps.handles(plan) and plan.sampled and is_plain(plan):
+                launched = self._whole(steps, plan)
+            else:
+                launched = self._draw(self._forward(plan))
             if self.timeline is not None:
                 self._note(self.timeline, plan, time.perf_counter() - started)
             return launched
+
+    @torch.inference_mode()
+    def forward(self, plan: Plan) -> Forwarded:
+        """Launch a step up to its hidden states; `draw` then samples, before any other step."""
+        with launches_on(self.table.device):
+            started = time.perf_counter()
+            self._admit(plan)
+            return replace(self._forward(plan), host_s=time.perf_counter() - started)
+
+    @torch.inference_mode()
+    def draw(
+        self, forwarded: Forwarded, masks: Sequence[tuple[int, NDArray[np.int32]]], skipped: Collection[int]
+    ) -> Launched:
+        """Sample the tokens of a step, some by masks int32 [W], named by their index into `plan.sampled`.
+
+        What is sampled for the indices `skipped` does not count.
+        """
+        with launches_on(self.table.device):
+            started = time.perf_counter()
+            self.masks.send(masks, len(forwarded.plan.sampled))
+            launched = self._draw(forwarded, self.masks, skipped)
+            if self.timeline is not None:
+                host_s = forwarded.host_s + time.perf_counter() - started
+                self._note(self.timeline, forwarded.plan, host_s)
+            return launched
+
+    @cached_property
+    def masks(self) -> MaskBuffer:
+        """The masks of the step that is being launched."""
+        if self.token_steps is not None:
+            return self.token_steps.masks
+        return MaskBuffer(self.table.pad_row, self.model.arch.vocab_size, self.table.device)
 
     def _note(self, timeline: Timeline, plan: Plan, host_s: float) -> None:
         """Tell the timeline about the step that has just been launched."""
@@ -93,14 +150,33 @@ class Runner:
         prompt_tokens = sum(len(chunk.tokens) for chunk in plan.chunks)
         timeline.end(Kind(bool(plan.chunks), recorded), host_s, len(plan.decodes), prompt_tokens)
 
-    def _launch(self, plan: Plan) -> Launched:
+    def _admit(self, plan: Plan) -> None:
+        """Send what is new of the plan's requests."""
         if plan.admitted:
             self.table.admit(plan.admitted)
             self.adjustments.admit(plan.admitted)
         if plan.placed:
             self.table.write_slots(plan.placed)
-        if self.token_steps is not None and self.token_steps.handles(plan):
-            return self._padded(self.token_steps, plan)
+
+    def _whole(self, steps: TokenSteps, plan: Plan) -> Launched:
+        """Launch a padded step whose graph includes plain sampling."""
+        fetch = Fetch(self.table.device)
+        steps.send(plan)
+        self._begin()
+        tokens = fetch.take(steps.sample(plan))
+        fetch.sent()
+        return Launched(fetch, tokens, {}, {}, {})
+
+    def _begin(self) -> None:
+        if self.timeline is not None:
+            self.timeline.begin()
+
+    def _forward(self, plan: Plan) -> Forwarded:
+        fetch, steps = Fetch(self.table.device), self.token_steps
+        if steps is not None and steps.handles(plan):
+            steps.send(plan)
+            self._begin()
+            return Forwarded(plan, steps.forward(plan), None, fetch, {}, padded=True, host_s=0.0)
         batch = build(
             plan,
             self.table,
@@ -111,44 +187,42 @@ class Runner:
             heads_per_sm=self.kv.heads_per_sm(len(plan.decodes), self.model.arch.num_heads),
             reaches=self.model.arch.reaches,
         )
-        if self.timeline is not None:
-            self.timeline.begin()
+        self._begin()
         hidden = self.model.hidden(batch.step, self.kv)
-        fetch = Fetch(self.table.device)
         prompt_scores = self._score_prompts(plan, batch, hidden, fetch)
-        pooled = {} if self.pooler is None else self.pooler(plan, hidden, fetch)
-        tokens, logprobs = self._sample(plan, batch.samples, hidden, fetch)
-        fetch.sent()
-        return Launched(fetch, tokens, logprobs, prompt_scores, pooled)
+        return Forwarded(plan, hidden, batch.samples, fetch, prompt_scores, padded=False, host_s=0.0)
 
-    def _padded(self, steps: TokenSteps, plan: Plan) -> Launched:
-        """Launch a padded step; its graph includes plain sampling."""
-        fetch = Fetch(self.table.device)
-        steps.send(plan)
-        if self.timeline is not None:
-            self.timeline.begin()
+    def _draw(
+        self, forwarded: Forwarded, masks: MaskBuffer | None = None, skipped: Collection[int] = ()
+    ) -> Launched:
+        plan, fetch, steps = forwarded.plan, forwarded.fetch, self.token_steps
         tokens: Tensor | None = None
         logprobs: dict[int, Scores] = {}
-        pooled: dict[str, Vectors] = {}
-        if plan.sampled and is_plain(plan):
-            tokens = fetch.take(steps.sample(plan))
+        if forwarded.padded and masks is not None and is_plain(plan):
+            assert steps is not None
+            tokens = fetch.take(steps.sample_masked(plan))
         else:
-            hidden = steps.forward(plan)
-            if self.pooler is not None:
-                pooled = self.pooler(plan, hidden, fetch)
-            samples = make_sample_batch(plan, self.adjustments, self.table.device)
-            tokens, logprobs = self._sample(plan, samples, hidden, fetch)
+            samples = forwarded.samples
+            if forwarded.padded or skipped:
+                samples = make_sample_batch(plan, self.adjustments, self.table.device, skipped)
+            tokens, logprobs = self._sample(plan, samples, forwarded.hidden, fetch, masks)
+        pooled = {} if self.pooler is None else self.pooler(plan, forwarded.hidden, fetch)
         fetch.sent()
-        return Launched(fetch, tokens, logprobs, {}, pooled)
+        return Launched(fetch, tokens, logprobs, forwarded.prompt_scores, pooled)
 
     def _sample(
-        self, plan: Plan, samples: SampleBatch | None, hidden: Tensor, fetch: Fetch
+        self,
+        plan: Plan,
+        samples: SampleBatch | None,
+        hidden: Tensor,
+        fetch: Fetch,
+        masks: MaskBuffer | None,
     ) -> tuple[Tensor | None, dict[int, Scores]]:
         """Sample from the step's hidden states; return tokens and log-probabilities, as in `Launched`."""
         if samples is None:
             return None, {}
         logits = self.model.logits(hidden[samples.tokens])
-        tokens = sample(logits, self.table, self.adjustments, samples.meta)
+        tokens = sample(logits, self.table, self.adjustments, samples.meta, masks)
         self.table.advance(samples.meta.rows, tokens)
         logprobs: dict[int, Scores] = {}
         if samples.logprobs is not None:

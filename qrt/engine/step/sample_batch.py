@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,9 +50,14 @@ class SampleBatch:
         return cls(sent["sampled_at"], meta, sent.get("logprobs"), num_top)
 
 
-def make_sample_batch(plan: Plan, adjustments: Adjustments, device: torch.device) -> SampleBatch | None:
-    """Make the batch of a plan and send it to the device."""
-    given = sample_arrays(plan, adjustments)
+def make_sample_batch(
+    plan: Plan, adjustments: Adjustments, device: torch.device, skipped: Collection[int] = ()
+) -> SampleBatch | None:
+    """Make the batch of a plan and send it to the device.
+
+    Samples `skipped`, by their index into `plan.sampled`, do not count: none of their rules apply.
+    """
+    given = sample_arrays(plan, adjustments, skipped)
     return SampleBatch.of(plan, to_device({name: a for name, a in given.items() if a.size}, device))
 
 
@@ -61,15 +66,17 @@ def is_plain(plan: Plan) -> bool:
     return all(work.sampling.plain and not work.banned for work in plan.sampled)
 
 
-def sample_arrays(plan: Plan, adjustments: Adjustments) -> dict[str, NDArray[Any]]:
-    """Return the arrays of a SampleBatch, by name."""
+def sample_arrays(
+    plan: Plan, adjustments: Adjustments, skipped: Collection[int] = ()
+) -> dict[str, NDArray[Any]]:
+    """Return the arrays of a SampleBatch, by name; `skipped` as in `make_sample_batch`."""
     custom_rows: list[int] = []
     filtered: list[int] = []
     adjusted: list[tuple[int, int]] = []
     banned: list[tuple[int, int, int]] = []
     for index, work in enumerate(plan.sampled):
         sampling = work.sampling
-        if not (sampling.filtered or sampling.adjustment or work.banned):
+        if index in skipped or not (sampling.filtered or sampling.adjustment or work.banned):
             continue
         if sampling.filtered:
             filtered.append(len(custom_rows))

@@ -13,8 +13,10 @@ from torch import Tensor
 
 from qrt.engine.schedule.plan import ANY
 from qrt.engine.step.adjustments import Adjustments
+from qrt.engine.step.masks import MaskBuffer
 from qrt.engine.step.table import RequestTable
 from qrt.kernels.sample import sample as sample_logits
+from qrt.kernels.sample.ref import masked
 
 _INF = float("inf")
 ROWS = 256  # rows that are adjusted or sorted at a time, which bounds the memory of copies
@@ -40,18 +42,31 @@ class SampleMeta:
     max_top_k: int = 0
 
 
-def sample(logits: Tensor, table: RequestTable, adjustments: Adjustments, meta: SampleMeta) -> Tensor:
-    """Sample tokens int64 [S] from `logits` [S, V] of any float dtype, which stay unchanged."""
+def sample(
+    logits: Tensor,
+    table: RequestTable,
+    adjustments: Adjustments,
+    meta: SampleMeta,
+    masks: MaskBuffer | None = None,
+) -> Tensor:
+    """Sample tokens int64 [S] from `logits` [S, V] of any float dtype, which stay unchanged.
+
+    The masks of a `MaskBuffer` apply before all other rules.
+    """
+    own = (None, None) if masks is None else (masks.masks, masks.at[: len(logits)])
     if meta.custom_rows is None:
-        return sample_logits(logits, meta.rows, table.temperature, table.seed, table.length, None)
+        return sample_logits(logits, meta.rows, table.temperature, table.seed, table.length, None, *own)
     rows = meta.rows[meta.custom_rows]
-    x = _allowed(logits[meta.custom_rows].float(), rows, table, adjustments, meta)
+    x = logits[meta.custom_rows].float()
+    if masks is not None:
+        x = masked(x, masks.masks, masks.at[meta.custom_rows])
+    x = _allowed(x, rows, table, adjustments, meta)
     drawn = sample_logits(x, rows, table.temperature, table.seed, table.length, _least(x, rows, table, meta))
     if meta.adjusted is not None:
         adjustments.count(meta.adjusted[1], drawn[meta.adjusted[0]])
     if len(drawn) == len(logits):
         return drawn  # all rows are custom, in order
-    tokens = sample_logits(logits, meta.rows, table.temperature, table.seed, table.length, None)
+    tokens = sample_logits(logits, meta.rows, table.temperature, table.seed, table.length, None, *own)
     return tokens.index_copy_(0, meta.custom_rows, drawn)
 
 

@@ -1,13 +1,17 @@
 """`sample`: pick a token from each row of logits, greedily or at random. Stores no noise and sorts nothing.
 
 sample(logits [S, V], rows [S] int64, temperature fp32 [R], seed int64 [R], position int [R],
-       least fp32 [S] | None) -> [S] int64
+       least fp32 [S] | None, masks int32 [C, W] | None, mask_at int32 [S] | None) -> [S] int64
 
 logits are fp16, bf16 or fp32, with dense rows. Row s uses the parameters at rows[s] of the tables of R
 requests. The tables stay on the device, so a launch fits a CUDA graph.
 
 Temperature 0 is greedy: the token with the largest logit. Any other temperature draws from softmax(logits /
 temperature). Tokens with logits / temperature below `least` are not drawn; greedy rows ignore `least`.
+
+Masks have a bit for each token, 32 a word, the lowest first; W is at least V / 32. Row s draws only tokens
+whose bit is set in masks[mask_at[s]], or any token if mask_at[s] is negative. A row without any token to draw
+gets an arbitrary one.
 
 A draw has two stages. First, groups of 8 tokens race. Group i has the weight w = sum of e^(logit /
 temperature) and scores log w + g, with Gumbel noise g = -log(-log(1 - u)). That is distributed as the best

@@ -95,9 +95,18 @@ def _load(logits, group, V, wanted, WHOLE: tl.constexpr):
 
 
 @triton.jit
-def _drawable(x, temperature, least, ASM: tl.constexpr):
+def _allowed(masks, group, mask):
+    """Return a bit for each token of group [n]: whether `mask` allows it; all if that is negative."""
+    return tl.load(masks + group, mask=mask >= 0, other=255)
+
+
+@triton.jit
+def _drawable(x, allowed, temperature, least, ASM: tl.constexpr):
     """Return the logits x in fp32, with -inf for tokens that may not be drawn."""
     x = x.to(tl.float32)
+    if allowed is not None:
+        bits = allowed.to(tl.int32)[:, None] >> tl.arange(0, _GROUP)[None, :]
+        x = tl.where((bits & 1) == 1, x, -float("inf"))
     if least is not None:
         if temperature > 0:
             x = tl.where(_over_temperature(x, temperature, ASM) < least, -float("inf"), x)
@@ -158,9 +167,10 @@ def _token(x, top, group, draws, key, to_base_2):
     return tl.max(group * _GROUP + first % _GROUP, 0)
 
 
-@triton.jit(do_not_specialize=["tiles"])
+@triton.jit(do_not_specialize=["mask_bytes", "tiles"])
 def _sample(
-    LOGITS, ROWS, TEMPERATURE, SEED, POSITION, LEAST, TOKENS, WORDS, SHARED, V, stride, tiles,
+    LOGITS, ROWS, TEMPERATURE, SEED, POSITION, LEAST, MASKS, MASK_AT, TOKENS, WORDS, SHARED, V, stride,
+    mask_bytes, tiles,
     TILE: tl.constexpr, WHOLE: tl.constexpr, ASM: tl.constexpr,
     launch_pdl: tl.constexpr,
 ):  # fmt: skip
@@ -177,6 +187,10 @@ def _sample(
     temperature = tl.load(TEMPERATURE + row)
     seed, position = tl.load(SEED + row), tl.load(POSITION + row)
     least = None if LEAST is None else tl.load(LEAST + index)
+    if MASKS is not None:
+        mask = tl.load(MASK_AT + index)
+        MASKS += mask.to(tl.int64) * mask_bytes
+    allowed = None if MASKS is None else _allowed(MASKS, group, mask)
     draws = temperature > 0
     to_base_2 = _LOG2_E / tl.where(draws, temperature, 1.0)  # greedy scores are not scaled
     key = seed.to(tl.uint64)
@@ -186,9 +200,11 @@ def _sample(
 
     order, best, chosen = _NONE, _NONE, begin // _GROUP
     for first in range(begin, end, TILE):
-        x, here = _drawable(tile, temperature, least, ASM), group
+        x, here = _drawable(tile, allowed, temperature, least, ASM), group
         group = tl.minimum(group + TILE // _GROUP, last)
         tile = _load(logits, group, V, first + TILE < end, WHOLE)
+        if MASKS is not None:
+            allowed = _allowed(MASKS, group, mask)
         top = tl.max(x, 1)
         if draws:
             seen = tl.load(BEST, volatile=True)
@@ -202,7 +218,9 @@ def _sample(
             order, chosen = _better(_ordered(top), here, order, chosen)
 
     winner = chosen + tl.arange(0, 1)
-    x = _drawable(_load(logits, winner, V, True, WHOLE), temperature, least, ASM)
+    if MASKS is not None:
+        allowed = _allowed(MASKS, winner, mask)
+    x = _drawable(_load(logits, winner, V, True, WHOLE), allowed, temperature, least, ASM)
     token = _token(x, tl.max(x, 1), winner, draws, key, to_base_2)
     word = (order.to(tl.int64) << 32) | (0x7FFFFFFF - token).to(tl.int64)
     WORDS += index * programs
@@ -230,7 +248,14 @@ def _shared(device: torch.device, capacity: int) -> Tensor:
 
 
 def sample(
-    logits: Tensor, rows: Tensor, temperature: Tensor, seed: Tensor, position: Tensor, least: Tensor | None
+    logits: Tensor,
+    rows: Tensor,
+    temperature: Tensor,
+    seed: Tensor,
+    position: Tensor,
+    least: Tensor | None,
+    masks: Tensor | None = None,
+    mask_at: Tensor | None = None,
 ) -> Tensor:
     """Run `qrt::sample` on CUDA tensors."""
     S, V = logits.shape
@@ -241,6 +266,7 @@ def sample(
     at_once = max(1, _PROGRAMS_PER_SM * multiprocessors(logits.device) // S)  # programs of a row
     tiles = cdiv(cdiv(V, _TILE), at_once)
     programs = cdiv(V, tiles * _TILE)
+    masks = None if masks is None else masks.view(torch.uint8)
     words = torch.empty(S * programs, dtype=torch.int64, device=logits.device)
     shared = _shared(logits.device, max(1024, next_power_of_2(S)))
     kernel = variant(
@@ -248,7 +274,7 @@ def sample(
         launch_pdl=overlaps(logits.device),
     )  # fmt: skip
     kernel.launch(
-        (S, programs), logits, rows, temperature, seed, position, least, tokens, words, shared, V,
-        logits.stride(0), tiles,
+        (S, programs), logits, rows, temperature, seed, position, least, masks, mask_at, tokens, words,
+        shared, V, logits.stride(0), 0 if masks is None else masks.shape[1], tiles,
     )  # fmt: skip
     return tokens

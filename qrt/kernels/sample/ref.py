@@ -11,9 +11,18 @@ _INF = float("inf")
 
 
 def sample(
-    logits: Tensor, rows: Tensor, temperature: Tensor, seed: Tensor, position: Tensor, least: Tensor | None
+    logits: Tensor,
+    rows: Tensor,
+    temperature: Tensor,
+    seed: Tensor,
+    position: Tensor,
+    least: Tensor | None,
+    masks: Tensor | None = None,
+    mask_at: Tensor | None = None,
 ) -> Tensor:
     """See the package's docstring."""
+    if masks is not None and mask_at is not None:
+        logits = masked(logits, masks, mask_at)
     tokens = logits.argmax(-1)
     draws = (temperature[rows] > 0).nonzero()[:, 0]
     if len(draws):
@@ -23,6 +32,17 @@ def sample(
             scaled.masked_fill_(scaled < least[draws, None], -_INF)
         tokens[draws] = _draw(scaled, seed[rows], position[rows])
     return tokens
+
+
+def masked(logits: Tensor, masks: Tensor, mask_at: Tensor) -> Tensor:
+    """Return logits [S, V] with -inf for the tokens that masks int32 [C, W] do not allow.
+
+    mask_at int32 [S] is the index of each row's mask; a row with a negative one stays as it is.
+    """
+    words = masks[mask_at.clamp(min=0)]
+    bits = words[:, :, None] >> torch.arange(32, dtype=torch.int32, device=words.device)
+    allowed = (bits & 1).bool().flatten(1)[:, : logits.shape[1]]
+    return logits.masked_fill(~allowed & (mask_at >= 0)[:, None], -_INF)
 
 
 def _draw(scaled: Tensor, seed: Tensor, position: Tensor) -> Tensor:

@@ -232,7 +232,7 @@ def test_no_garbage_collection_while_recording_a_graph(folder, monkeypatch, enab
     (gc.enable if enabled else gc.disable)()
     try:
         TokenSteps(runner.model, runner.kv, runner.table, [1, 2]).record()
-        assert recording == [False] * 6 and gc.isenabled() == enabled
+        assert recording == [False] * 8 and gc.isenabled() == enabled
     finally:
         gc.enable()
 
@@ -257,7 +257,7 @@ def test_kernels_of_every_size_compile_before_the_first_graph(folder, monkeypatc
 
     monkeypatch.setattr(FusedDecoder, "hidden", noted)
     TokenSteps(runner.model, runner.kv, runner.table, [1, 2], [16]).record()
-    assert compiled == [16, 16, 2, 1, 2, 1] and len(recording) == 8  # two draw from hidden states
+    assert compiled == [16, 16, 2, 1, 2, 1] and len(recording) == 10  # four draw from hidden states
 
 
 @pytest.mark.parametrize("formats,count", [

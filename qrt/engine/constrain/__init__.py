@@ -1,0 +1,1 @@
+"""What answers must be like: grammars, and the end of thinking, from sampled tokens to masks. On the host."""
