@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from qrt.text.collector import RequestCollector
@@ -27,8 +28,22 @@ def _number(entry: Logprob) -> float:
     return max(entry.logprob, LEAST_LOGPROB)
 
 
-def completion_logprobs(rows: list[TokenLogprobs], places: TokenPlaces) -> dict[str, Any]:
-    """Return tokens' log-probabilities in the shape of `text_completion`: four parallel lists."""
+def token_name(token_id: int) -> str:
+    """Return what `return_tokens_as_token_ids` shows in place of a token's text, as in vLLM."""
+    return f"token_id:{token_id}"
+
+
+def completion_logprobs(
+    rows: list[TokenLogprobs], places: TokenPlaces, by_id: bool = False
+) -> dict[str, Any]:
+    """Return tokens' log-probabilities in the shape of `text_completion`: four parallel lists.
+
+    by_id   show tokens by `token_name`
+    """
+    if by_id:
+        rows = [
+            {id: replace(entry, decoded_token=token_name(id)) for id, entry in row.items()} for row in rows
+        ]
     chosen = [next(iter(row.values())) for row in rows]
     return {
         "tokens": [entry.decoded_token for entry in chosen],
@@ -48,20 +63,23 @@ def _by_text(row: TokenLogprobs) -> dict[str, float]:
 
 
 def chat_logprobs(
-    rows: list[TokenLogprobs] | None, num_top: int, collector: RequestCollector
+    rows: list[TokenLogprobs] | None, num_top: int, collector: RequestCollector, by_id: bool = False
 ) -> dict[str, Any] | None:
-    """Return tokens' log-probabilities in the shape of `chat.completion`: each with the likeliest ones."""
+    """Return tokens' log-probabilities in the shape of `chat.completion`: each with the likeliest ones.
+
+    by_id   show tokens by `token_name`; their bytes stay
+    """
     if rows is None:
         return None
     content = []
     for row in rows:
         (chosen, *_), ranked = row.items(), sorted(row.items(), key=lambda item: item[1].rank)
-        top = [_chat_token(*item, collector) for item in ranked if item[1].rank <= num_top]
-        content.append({**_chat_token(*chosen, collector), "top_logprobs": top})
+        top = [_chat_token(*item, collector, by_id) for item in ranked if item[1].rank <= num_top]
+        content.append({**_chat_token(*chosen, collector, by_id), "top_logprobs": top})
     return {"content": content}
 
 
-def _chat_token(token_id: int, entry: Logprob, collector: RequestCollector) -> dict[str, Any]:
+def _chat_token(token_id: int, entry: Logprob, collector: RequestCollector, by_id: bool) -> dict[str, Any]:
     text = entry.decoded_token or ""
     own = collector.token_bytes(token_id) if INCOMPLETE in text else text.encode()
-    return {"token": text, "logprob": _number(entry), "bytes": list(own)}
+    return {"token": token_name(token_id) if by_id else text, "logprob": _number(entry), "bytes": list(own)}

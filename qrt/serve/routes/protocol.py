@@ -72,6 +72,8 @@ class SamplingFields(ShapeFields, BudgetField):
     prompt_logprobs: Count | None = None
     priority: int | None = Field(None, ge=-(2**31), lt=2**31)
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False  # in logprobs
     stream: bool = False
     stream_options: StreamOptions | None = None
 

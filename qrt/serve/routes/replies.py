@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from qrt.serve.http.events import event
 from qrt.serve.http.responses import EventReply
-from qrt.serve.routes.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
+from qrt.serve.routes.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs, token_name
 from qrt.serve.routes.protocol import ChatCompletionRequest, CompletionRequest, SamplingFields
 from qrt.text.answer import ContentText, Part, ReasoningText
 from qrt.text.collector import RequestCollector
 from qrt.text.detokenizer import TokenPlaces
-from qrt.text.output import CompletionOutput, TextDelta
+from qrt.text.output import CompletionOutput, TextDelta, TokenLogprobs
 from qrt.text.tool_calls import ToolCall
 
 
@@ -33,6 +34,8 @@ class Reply(EventReply):
         self.collectors = collectors
         self._n = body.n
         self._prompt_logprobs = body.prompt_logprobs is not None
+        self._token_ids = body.return_token_ids
+        self._by_id = body.return_tokens_as_token_ids
         options = body.stream_options
         self._usage_at_end = options is not None and options.include_usage
         self._usage_in_chunks = options is not None and options.continuous_usage_stats
@@ -81,11 +84,16 @@ class Reply(EventReply):
             self._opened.add(index)
             for each in range(index * self._n, (index + 1) * self._n):  # all choices, before tokens count
                 for choice in self.opening(each, index):
-                    yield self._chunk(choice)
+                    yield self._chunk(choice, self.opening_fields(each))
         self.count(number, delta.token_ids)
+        choices: list[dict[str, Any]] = []
         if delta.text or delta.logprobs or delta.finish_reason:
-            for choice in self.chunk_choices(number, delta):
-                yield self._chunk(choice)
+            choices += self.chunk_choices(number, delta)
+        if self._token_ids and delta.token_ids:
+            choices = choices or [self.empty_choice(number)]  # their text comes later, but no token is missed
+            choices[0]["token_ids"] = list(delta.token_ids)
+        for choice in choices:
+            yield self._chunk(choice)
 
     def closing(self) -> Iterator[bytes]:
         """Yield the chunk with the usage, if asked for, and the end."""
@@ -108,8 +116,16 @@ class Reply(EventReply):
     def chunk_choices(self, number: int, delta: TextDelta) -> Iterator[dict[str, Any]]:
         """Yield the choices of a delta's chunks, mostly one."""
 
-    def _chunk(self, choice: dict[str, Any]) -> bytes:
-        data = {**self._head(self.chunk_kind), "choices": [choice]}
+    @abstractmethod
+    def empty_choice(self, number: int) -> dict[str, Any]:
+        """Return the choice of a chunk without text."""
+
+    def opening_fields(self, number: int) -> dict[str, Any]:
+        """Return what the chunk that opens a choice has beside it."""
+        return {}
+
+    def _chunk(self, choice: dict[str, Any], fields: Mapping[str, Any] = MappingProxyType({})) -> bytes:
+        data = {**self._head(self.chunk_kind), "choices": [choice], **fields}
         if self._usage_in_chunks:
             data["usage"] = self._usage_so_far()
         elif self._usage_at_end:
@@ -134,23 +150,32 @@ class CompletionReply(Reply):
         self._places: dict[int, TokenPlaces] = {}  # choice of a stream -> places of its tokens
 
     def opening(self, number: int, index: int) -> Iterator[dict[str, Any]]:
-        """Yield the prompt first, with echo."""
-        if self._echo:
-            text = self.collectors[index].prompt or ""
-            yield _text_choice(number, text, self._prompt_logprobs_of(index), None, None)
+        """Yield the prompt first, with echo its text and with `return_token_ids` its token ids."""
+        if self._echo or self._token_ids:
+            choice = _text_choice(number, self._echoed(index), self._prompt_logprobs_of(index), None, None)
+            yield choice | (
+                {"prompt_token_ids": self.collectors[index].prompt_ids} if self._token_ids else {}
+            )
+
+    def empty_choice(self, number: int) -> dict[str, Any]:
+        """See Reply."""
+        return _text_choice(number, "", None, None, None)
 
     def choice(self, number: int, index: int, completion: CompletionOutput) -> dict[str, Any]:
         """See Reply."""
         prompt = self._echoed(index)
         logprobs = None
         if completion.logprobs is not None:
-            logprobs = completion_logprobs(completion.logprobs, self._new_places(index))
+            logprobs = completion_logprobs(completion.logprobs, self._new_places(index), self._by_id)
         if logprobs and (before := self._prompt_logprobs_of(index)):
             logprobs = {name: before[name] + logprobs[name] for name in logprobs}
         text = prompt + completion.text
         choice = _text_choice(number, text, logprobs, completion.finish_reason, completion.stop_reason)
         if self._prompt_logprobs:
             choice["prompt_logprobs"] = prompt_logprobs(self.collectors[index])
+        if self._token_ids:
+            choice["prompt_token_ids"] = self.collectors[index].prompt_ids
+            choice["token_ids"] = completion.token_ids
         return choice
 
     def chunk_choices(self, number: int, delta: TextDelta) -> Iterator[dict[str, Any]]:
@@ -159,7 +184,7 @@ class CompletionReply(Reply):
         if delta.logprobs is not None:
             if number not in self._places:
                 self._places[number] = self._new_places(number // self._n)
-            logprobs = completion_logprobs(delta.logprobs, self._places[number])
+            logprobs = completion_logprobs(delta.logprobs, self._places[number], self._by_id)
         yield _text_choice(number, delta.text, logprobs, delta.finish_reason, delta.stop_reason)
 
     def _echoed(self, index: int) -> str:
@@ -178,9 +203,13 @@ class CompletionReply(Reply):
         places = collector.prompt_places()
         first = places.feed(collector.prompt_ids[:1])
         known = [row for row in collector.prompt_logprobs if row is not None]
-        logprobs = completion_logprobs(known, places)
+        logprobs = completion_logprobs(known, places, self._by_id)
+        begin = collector.prompt_ids[0]
         return {
-            "tokens": [collector.token_text(collector.prompt_ids[0]), *logprobs["tokens"]],
+            "tokens": [
+                token_name(begin) if self._by_id else collector.token_text(begin),
+                *logprobs["tokens"],
+            ],
             "token_logprobs": [None, *logprobs["token_logprobs"]],
             "top_logprobs": [None, *logprobs["top_logprobs"]],
             "text_offset": [*first, *logprobs["text_offset"]],
@@ -225,7 +254,16 @@ class ChatReply(Reply):
         body = super().body()
         if self._prompt_logprobs:
             body["prompt_logprobs"] = prompt_logprobs(self.collectors[0])
-        return body
+        return {**body, **self.opening_fields(0)}
+
+    def opening_fields(self, number: int) -> dict[str, Any]:
+        """Return the prompt's token ids if they are asked for; all choices have one prompt."""
+        wanted = self._token_ids and number == 0
+        return {"prompt_token_ids": self.collectors[0].prompt_ids} if wanted else {}
+
+    def empty_choice(self, number: int) -> dict[str, Any]:
+        """See Reply."""
+        return _chat_chunk(number, {})
 
     def opening(self, number: int, index: int) -> Iterator[dict[str, Any]]:
         """Yield the role first, in a chunk of its own."""
@@ -255,15 +293,19 @@ class ChatReply(Reply):
         return {
             "index": number,
             "message": message,
-            "logprobs": chat_logprobs(completion.logprobs, self._num_top, self.collectors[index]),
+            "logprobs": self._logprobs(completion.logprobs),
             "finish_reason": reason,
             "stop_reason": completion.stop_reason,
+            **({"token_ids": completion.token_ids} if self._token_ids else {}),
         }
+
+    def _logprobs(self, rows: list[TokenLogprobs] | None) -> dict[str, Any] | None:
+        return chat_logprobs(rows, self._num_top, self.collectors[0], self._by_id)
 
     def chunk_choices(self, number: int, delta: TextDelta) -> Iterator[dict[str, Any]]:
         """See Reply. A tool call is one chunk, with its name and all its arguments as a string."""
         reason = delta.finish_reason
-        logprobs = chat_logprobs(delta.logprobs, self._num_top, self.collectors[0])
+        logprobs = self._logprobs(delta.logprobs)
         stream = self._streams[number]
         first = stream.num_calls
         parts = stream.feed(delta.text)

@@ -38,8 +38,6 @@ def client():
         {"logits_processors": ["x"]},
         {"repetition_detection": {"max_pattern_size": 3}},
         {"detokenize": False},
-        {"return_token_ids": True},
-        {"return_tokens_as_token_ids": True},
         {"stop_regex": "a"},
         {"structural_tag": "{}"},
         {"lora_path": "x"},

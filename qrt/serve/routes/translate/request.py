@@ -16,7 +16,8 @@ from qrt.serve.routes.protocol import ChatCompletionRequest
 # Fields of /v1/chat/completions that other APIs say in their own way, or whose replies have no place for.
 NOT_SHARED = frozenset(
     "messages tools tool_choice parallel_tool_calls n best_of max_tokens max_completion_tokens logprobs "
-    "top_logprobs prompt_logprobs stream_options functions response_format reasoning_effort".split()
+    "top_logprobs prompt_logprobs stream_options return_token_ids "
+    "return_tokens_as_token_ids functions response_format reasoning_effort".split()
 )
 
 
