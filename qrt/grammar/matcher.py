@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import time
+
 import llguidance
 import numpy as np
 from numpy.typing import NDArray
 
 from qrt.grammar.vocabulary import Vocabulary
 
+SLOW_S = 0.01  # CPU time of a mask that counts as slow; 99 of 100 take less than 0.4 ms
+MOST_SLOW_S = 2.0  # CPU time of all slow masks of an answer: then it is an error
+MOST_FORCED = 2000  # bytes that are written as forced tokens at once: Python's lock is held meanwhile
 _COMPLETE = ("NoExtension", "NoExtensionBias", "EndOfSentence")  # the library's reasons of a good end
 
 
@@ -37,6 +42,7 @@ class Matcher:
 
     def __init__(self, root: Root, parser: llguidance.LLMatcher) -> None:
         self._root, self._parser = root, parser
+        self._slow = 0.0  # CPU time of slow masks
         self._past = 0  # ends that were accepted behind the end of the grammar; the library counts none
         self.error: str | None = None
 
@@ -84,7 +90,12 @@ class Matcher:
     def _compute(self, row: NDArray[np.int32]) -> None:
         words = self._root.words
         whole = row if words == len(row) else np.empty(words, np.int32)
+        start = time.thread_time()
         self._parser.unsafe_compute_mask_ptr(whole.ctypes.data, whole.nbytes)
+        spent = time.thread_time() - start
+        self._slow += spent if spent > SLOW_S else 0.0
+        if self._slow > MOST_SLOW_S:
+            self.error = f"the grammar is too costly: slow masks took over {MOST_SLOW_S:g} s"
         if whole is not row:  # the tokenizer has more ids than the model has logits
             row[:] = whole[: len(row)]
 
@@ -110,13 +121,18 @@ class Matcher:
         return not self._failed() and (self._parser.is_stopped() or self._parser.is_accepting())
 
     def forced(self) -> list[int]:
-        """Return the tokens that must follow, as the tokenizer would write them; often none."""
-        return [] if self._failed() or self.ended else self._parser.compute_ff_tokens()
+        """Return the tokens that must follow, as the tokenizer would write them; often none.
+
+        Where over 2,000 bytes must follow there are none: masks allow their tokens one by one.
+        """
+        if self._failed() or self.ended or len(self._parser.compute_ff_bytes()) > MOST_FORCED:
+            return []
+        return self._parser.compute_ff_tokens()
 
     def copy(self) -> Matcher:
         """Return another matcher at the same place."""
         other = Matcher(self._root, self._parser.deep_copy())
-        other._past, other.error = self._past, self.error
+        other._slow, other._past, other.error = self._slow, self._past, self.error
         return other
 
     def rollback(self, n: int) -> None:

@@ -1,5 +1,7 @@
 """Matchers of the tiny model's vocabulary: what is accepted, copied, taken back, and what an error does."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 from grammar_walks import TINY, accepts, allowed, matcher_of, vocabulary
@@ -65,6 +67,36 @@ def test_a_spent_limit_is_an_error_and_no_end():
         if not (matcher.accept(a) and allowed(matcher)):
             break
     assert "501 items" in matcher.error and not matcher.ended and not allowed(matcher)
+
+
+def test_slow_masks_have_a_limit_together(monkeypatch):
+    """A grammar that forces a long text has it written again for every mask."""
+    monkeypatch.setattr("qrt.grammar.matcher.SLOW_S", 0.0)
+    monkeypatch.setattr("qrt.grammar.matcher.MOST_SLOW_S", 0.02)
+    matcher = matcher_of(Grammar("regex", "(ab){20000}"))
+    assert not matcher.forced()
+    for _ in range(1000):
+        if not (ids := allowed(matcher)):
+            break
+        assert matcher.accept(min(ids))
+    assert "slow masks" in matcher.error
+
+
+def test_copies_of_a_root_are_used_from_many_threads():
+    """All threads see the masks that one thread sees."""
+    grammar = Grammar.of(StructuredOutputsParams(json=PERSON))
+    tokens = TINY.encode('{"name": "Ada Lovelace", "age": 36}', add_special_tokens=False)
+
+    def masks(_):
+        matcher, found = matcher_of(grammar), []
+        for token in tokens:
+            found.append(allowed(matcher))
+            assert matcher.accept(token), matcher.error
+        return found
+
+    with ThreadPoolExecutor(8) as threads:
+        found = list(threads.map(masks, range(24)))
+    assert all(each == masks(0) for each in found)
 
 
 def test_rollback_and_copies_return_to_the_same_masks():
