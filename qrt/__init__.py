@@ -16,18 +16,30 @@ if TYPE_CHECKING:
     from qrt.async_llm import AsyncLLM
     from qrt.config import EngineConfig
     from qrt.llm import LLM
+    from qrt.request.pooling import PoolingParams
     from qrt.request.structured_outputs import StructuredOutputsParams
     from qrt.sampling_params import SamplingParams
     from qrt.text.output import CompletionOutput, RequestOutput
+    from qrt.text.pooling.outputs import (
+        ClassificationRequestOutput,
+        EmbeddingRequestOutput,
+        PoolingRequestOutput,
+        ScoringRequestOutput,
+    )
     from qrt_calibrate.api import calibrate, quantize
 
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "ClassificationRequestOutput",
     "CompletionOutput",
+    "EmbeddingRequestOutput",
     "EngineConfig",
+    "PoolingParams",
+    "PoolingRequestOutput",
     "RequestOutput",
     "SamplingParams",
+    "ScoringRequestOutput",
     "StructuredOutputsParams",
     "__version__",
     "calibrate",
@@ -38,10 +50,15 @@ __all__ = [
 _LAZY = {
     "LLM": "qrt.llm",
     "AsyncLLM": "qrt.async_llm",
+    "ClassificationRequestOutput": "qrt.text.pooling.outputs",
     "CompletionOutput": "qrt.text.output",
+    "EmbeddingRequestOutput": "qrt.text.pooling.outputs",
     "EngineConfig": "qrt.config",
+    "PoolingParams": "qrt.request.pooling",
+    "PoolingRequestOutput": "qrt.text.pooling.outputs",
     "RequestOutput": "qrt.text.output",
     "SamplingParams": "qrt.sampling_params",
+    "ScoringRequestOutput": "qrt.text.pooling.outputs",
     "StructuredOutputsParams": "qrt.request.structured_outputs",
     "calibrate": "qrt_calibrate.api",
     "quantize": "qrt_calibrate.api",

@@ -9,7 +9,7 @@ from dataclasses import fields
 from inspect import signature
 from itertools import count
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 from torch import Tensor
 from tqdm import tqdm
@@ -20,14 +20,16 @@ from qrt.engine.garbage import short_collections
 from qrt.engine.preflight import preflight
 from qrt.engine.schedule.output import StepDelta
 from qrt.engine.schedule.scores import Scores, concat
-from qrt.errors import ConfigError, QrtError, UnsupportedError
+from qrt.errors import ConfigError, QrtError
+from qrt.offline.pooling import PoolingCalls
 from qrt.peer_fields import refuse_arguments
 from qrt.peers import has_no_effect, refuse_method, setting
 from qrt.registry import nearest
 from qrt.sampling_params import SamplingParams
 from qrt.text.collector import RequestCollector
 from qrt.text.output import RequestOutput
-from qrt.text.prompt import Prompt, split_prompts
+from qrt.text.pooling.outputs import ScoringRequestOutput
+from qrt.text.prompt import Prompt, listed_prompts, split_prompts
 from qrt.text.reasoning import ReasoningReader
 from qrt.text.shapes import Shapes
 from qrt.text.tokenizer import Message, Tokenizer
@@ -35,8 +37,8 @@ from qrt.text.tokenizer import Message, Tokenizer
 ALIASES = {"kv_cache_dtype": "kv", "async_scheduling": "overlap"}  # vLLM's names
 
 
-class LLM:
-    """A model that is ready to generate.
+class LLM(PoolingCalls):
+    """A model that is ready to generate, or to make vectors and scores.
 
     Usage:
 
@@ -119,7 +121,7 @@ class LLM:
         would change something, QrtError when a step fails.
         """
         refuse_arguments("LLM.generate", others, signature(self.generate).parameters)
-        listed = _listed(prompts)
+        listed = listed_prompts(prompts)
         params = self._params(sampling_params, len(listed))
         priorities = [0] * len(listed) if priority is None else priority
         if len(priorities) != len(listed):
@@ -205,18 +207,33 @@ class LLM:
         with self._running(()):
             self.engine.reset_prefix_cache()
 
-    def score(self, token_ids: Sequence[Sequence[int]], *pair: Any, **others: Any) -> list[Tensor]:
-        """Return the log-probability of every token after the first, given those before it.
+    @overload
+    def score(self, data_1: Sequence[Sequence[int]], data_2: None = None, /) -> list[Tensor]: ...
 
-        Returns a tensor fp32 [n - 1] of natural logarithms on the CPU for each list of n ids. A list may
-        have one token more than `max_model_len`, because nothing is predicted from its last one. Raises
-        UnsupportedError for vLLM's `score`, which compares pairs of texts.
+    @overload
+    def score(self, data_1: Any, data_2: Any, /, **options: Any) -> list[ScoringRequestOutput]: ...
+
+    def score(self, data_1: Any, data_2: Any = None, /, **options: Any) -> Any:
+        """Score pairs of texts, or with one argument the tokens of prompts.
+
+        data_1, data_2   texts, or lists of them: one with each of `data_2`, or each with its own. A model
+                         with one label scores the two together, one that embeds by their cosine. Returns a
+                         ScoringRequestOutput a pair, with `outputs.score`.
+        options          use_tqdm, pooling_params, and chat_template, which shows messages of the roles query
+                         and document
+
+        Without `data_2`, `data_1` are lists of token ids. Returns for each list of n ids a tensor fp32
+        [n - 1] of natural logarithms on the CPU, the log-probability of every token after the first, given
+        those before it. A list may have one token more than `max_model_len`, because nothing is predicted
+        from its last one.
         """
-        if pair or others or any(isinstance(ids, str) for ids in token_ids):
-            raise UnsupportedError(
-                "LLM.score: expected lists of token ids, got texts; pairs of texts are not scored"
+        if data_2 is not None:
+            return self._score_pairs(data_1, data_2, **options)
+        if options or isinstance(data_1, str) or any(isinstance(ids, str) for ids in data_1):
+            raise ConfigError(
+                "LLM.score: expected lists of token ids, or two texts, got one; give the second"
             )
-        return [scores.logprobs for scores in self.score_ranked(token_ids)]
+        return [scores.logprobs for scores in self.score_ranked(data_1)]
 
     def score_ranked(self, token_ids: Sequence[Sequence[int]]) -> list[Scores]:
         """Score as `score` does, and return each token's rank in the vocabulary too, 1 = likeliest."""
@@ -291,18 +308,6 @@ class LLM:
         if len(given) != count:
             raise ConfigError(f"sampling_params: expected one each, got {len(given)} for {count} prompts")
         return [own.clone() for own in given]
-
-
-def _listed(prompts: Prompt | Sequence[Prompt] | None) -> Sequence[Prompt]:
-    """Return the prompts as a list, also if it is a single prompt."""
-    if isinstance(prompts, (str, Mapping)):
-        return [prompts]
-    if isinstance(prompts, bytes) or not isinstance(prompts, Sequence):
-        got = type(prompts).__name__
-        raise ConfigError(f"prompts: expected text, token ids or a dictionary, or a list of them, got {got}")
-    if len(prompts) > 0 and isinstance(prompts[0], int):
-        return [prompts]  # type: ignore[list-item]
-    return prompts  # type: ignore[return-value]
 
 
 def reasoning_reader(name: str | None, tokenizer: Tokenizer) -> ReasoningReader:

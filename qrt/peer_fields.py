@@ -60,6 +60,19 @@ PROMPT_FIELDS = named(
     ("with_pieces", "its name here is return_token_strs", (False,)),
 )  # fmt: skip
 
+# The same where vectors and scores are made of prompts, with those that change the vectors.
+POOLING_FIELDS = PROMPT_FIELDS | named(
+    ("truncate truncation_length", "its name here is truncate_prompt_tokens", (False, "NONE")),
+    ("max_tokens_per_doc max_chunks_per_doc", "give truncate_prompt_tokens, which cuts documents", ()),
+    ("rank_fields", "documents are texts; join their fields", ()),
+    ("embed_dtype output_dtype", "numbers are fp32; convert them yourself", ("float32", "float")),
+    ("embedding_types", "use encoding_format: float or base64", (["float"],)),
+    ("endianness", "base64 is of little-endian numbers", ("native", "little")),
+    ("padding", "prompts are not padded", ("do_not_pad",)),
+    ("step_tag_id returned_token_ids", "ask /pooling for all tokens and choose yourself", ()),
+    ("input_type prompt_name", "write the model's instruction into the text", ()),
+)  # fmt: skip
+
 # Fields of a message: Ollama sends pictures this way, and no template would show them.
 MESSAGE_FIELDS = named(("images audio videos", _TEXT_ONLY, ()))
 

@@ -50,6 +50,8 @@ class RequestCollector:
     num_cached_tokens   prompt tokens found in the prefix cache
     """
 
+    pool: str | None = None  # its requests make no vectors
+
     def __init__(
         self,
         request_id: str,

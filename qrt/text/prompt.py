@@ -22,13 +22,25 @@ def split_prompts(
 
     ConfigError for anything else, UnsupportedError for other keys of vLLM's prompts that ask for something.
     """
-    parts = [_parts(prompt) for prompt in prompts]
+    parts = [prompt_parts(prompt) for prompt in prompts]
     encoded = iter(tokenizer.encode_all([text for text, ids, _ in parts if text is not None and ids is None]))
     return [(text, next(encoded) if ids is None else ids, salt) for text, ids, salt in parts]
 
 
-def _parts(prompt: Prompt) -> tuple[str | None, list[int] | None, str | None]:
-    """Text, token ids where they are given, and the cache salt."""
+def listed_prompts(prompts: Prompt | Sequence[Prompt] | None) -> Sequence[Prompt]:
+    """Return the prompts as a list, also if it is a single prompt."""
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    if isinstance(prompts, bytes) or not isinstance(prompts, Sequence):
+        got = type(prompts).__name__
+        raise ConfigError(f"prompts: expected text, token ids or a dictionary, or a list of them, got {got}")
+    if len(prompts) > 0 and isinstance(prompts[0], int):
+        return [prompts]  # type: ignore[list-item]
+    return prompts  # type: ignore[return-value]
+
+
+def prompt_parts(prompt: Prompt) -> tuple[str | None, list[int] | None, str | None]:
+    """Return text, token ids where they are given, and the cache salt; raises as `split_prompts`."""
     salt = None
     if isinstance(prompt, Mapping):
         others = {key: value for key, value in prompt.items() if key not in KEYS}

@@ -111,6 +111,45 @@ class Tokenizer:
                 pass
         return [self.encode(text, add_special_tokens) for text in texts]
 
+    def encode_within(
+        self, text: str, most: int, *, side: str = "right", add_special_tokens: bool = True
+    ) -> list[int]:
+        """Return `encode` of as much of `text` as fits `most` tokens; the special ones stay.
+
+        The `side` that is cut is right or left. ConfigError where these alone are more.
+        """
+        (own,) = self._plain(text)
+        own.truncate(self._room(most, False) if add_special_tokens else most, direction=side)
+        return list(self._backend.post_process(own, None, add_special_tokens).ids)
+
+    def encode_pair(self, first: str, second: str, most: int | None = None) -> list[int]:
+        """Return the token ids of two texts, joined as the tokenizer joins them; the end of `second` is cut.
+
+        ConfigError where `first` alone has more than `most`.
+        """
+        one, other = self._plain(first, second)
+        if most is not None:
+            other.truncate(self._room(most - len(one), True))
+        return list(self._backend.post_process(one, other, True).ids)
+
+    def _plain(self, *texts: str) -> list[Any]:
+        """Return the backend's encodings of texts, without special tokens."""
+        try:
+            return [self._backend.encode(text, add_special_tokens=False) for text in texts]
+        except TypeError as error:
+            raise ConfigError(
+                f"prompt: expected text without lone surrogates, got {texts[0][:50]!r}"
+            ) from error
+
+    def _room(self, most: int, pair: bool) -> int:
+        """Return how many of `most` tokens are left beside the special ones."""
+        left = most - int(self._backend.num_special_tokens_to_add(pair))
+        if left < 0:
+            raise ConfigError(
+                f"truncate_prompt_tokens: expected {-left} more, for the tokens that are not cut; raise it"
+            )
+        return left
+
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of `token_ids`, without cleaning up spaces.
 

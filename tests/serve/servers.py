@@ -45,8 +45,8 @@ class ThreadServer:
     EngineConfig, `settings` are ServerConfig's."""
 
     def __init__(self, kv: str = "int8", *, engine: dict[str, Any] | None = None, **settings: Any) -> None:
-        self.tokenizer = Tokenizer("tiny")
         config = EngineConfig(**{"model": "tiny", "kv": kv, **(engine or {})})
+        self.tokenizer = Tokenizer(config.model)
         self.engine = Engine(config, eos_token_ids=self.tokenizer.eos_token_ids)
         server = ServerConfig(**{"model_names": ("tiny", "alias"), "api_keys": (KEY,), **settings})
         self.service = Service(ThreadClient(Router(self.engine)), self.tokenizer, server)

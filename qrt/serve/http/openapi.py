@@ -75,6 +75,31 @@ EVENTS: Responses = {
 }
 
 
+def listed(**item: dict[str, Any]) -> Responses:
+    """Return the schema of a list with one object of these properties for each input."""
+    usage = _object(prompt_tokens={"type": "integer"}, total_tokens={"type": "integer"})
+    one = _object(index={"type": "integer"}, object={"type": "string"}, **item)
+    body = _object(
+        id={"type": "string"},
+        object={"const": "list"},
+        created={"type": "integer"},
+        model={"type": "string"},
+        data={"type": "array", "items": one},
+        usage=usage,
+    )
+    return {**errors(), 200: _json("One for each input, in order", body)}
+
+
+_RESULT = _object(index={"type": "integer"}, relevance_score={"type": "number"})
+RERANKED: Responses = {
+    **errors(),
+    200: _json(
+        "The documents, the most relevant first",
+        _object(id={"type": "string"}, model={"type": "string"}, results={"type": "array", "items": _RESULT}),
+    ),
+}
+
+
 def events_or(kind: str) -> Responses:
     """Return the schema of a body of that kind, and with `stream` of the events with its chunks."""
     usage = _object(

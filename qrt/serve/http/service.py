@@ -16,10 +16,13 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from qrt.errors import ConfigError
+from qrt.request.pooling import PoolingParams
 from qrt.sampling_params import SamplingParams
-from qrt.serve.link.engine_client import EngineClient, RequestStream
+from qrt.serve.link.engine_client import AnyCollector, EngineClient, RequestStream
 from qrt.serve.settings import MAX_LISTED, MAX_SCORES, ServerConfig
 from qrt.text.collector import RequestCollector, encode_bad_words
+from qrt.text.pooling.collector import PooledCollector
+from qrt.text.pooling.task import with_task
 from qrt.text.reasoning import ReasoningReader
 from qrt.text.shapes import Shapes
 from qrt.text.tokenizer import Tokenizer
@@ -141,8 +144,17 @@ class Service:
         """Make the collector of a request with a new id."""
         return RequestCollector(new_id("req"), prompt, ids, params, self.tokenizer, **options)
 
+    def pooled(
+        self, ids: list[int], params: PoolingParams, task: str | None = None, **options: Any
+    ) -> PooledCollector:
+        """Make the collector of a request for vectors; ConfigError if the model does not do the task."""
+        info = self.client.info
+        own = with_task(info.pooling, params, task)
+        assert info.pooling is not None
+        return PooledCollector(new_id("req"), ids, info.pooling, own, size=info.vector_size, **options)
+
     async def submit(
-        self, collectors: Sequence[RequestCollector], arrived: float, request: Request, *, whole: bool
+        self, collectors: Sequence[AnyCollector], arrived: float, request: Request, *, whole: bool
     ) -> RequestStream:
         """Check the size of a body's requests together, and submit them as EngineClient does."""
         self.check_size(collectors)
@@ -158,11 +170,12 @@ class Service:
                 )
         return await self.client.submit(collectors, arrived, whole=whole)
 
-    def check_size(self, collectors: Sequence[RequestCollector]) -> None:
+    def check_size(self, collectors: Sequence[AnyCollector]) -> None:
         """Check the requests of one body together.
 
         Raises ConfigError for more requests or tokens than the queue holds, more than MAX_SCORES
-        log-probabilities of prompts, or more than MAX_LISTED token ids in lists.
+        log-probabilities of prompts, or numbers in vectors of their tokens, or more than MAX_LISTED token ids
+        in lists.
         """
         info, count = self.client.info, sum(len(c.engine_ids) for c in collectors)
         tokens = sum(len(c.engine_ids) * len(c.prompt_ids) for c in collectors)
@@ -174,7 +187,7 @@ class Service:
                 raise ConfigError(f"prompts x n: expected at most {most} {what} per body, got {got}")
         if (scores := sum(c.num_scores for c in collectors)) > MAX_SCORES:
             raise ConfigError(
-                f"prompts x n: expected at most {MAX_SCORES} prompt log-probabilities per body, got {scores}"
+                f"prompts x n: expected at most {MAX_SCORES} numbers about prompts per body, got {scores}"
             )
         if count > 1 and (listed := sum(c.num_listed for c in collectors)) > MAX_LISTED:
             raise ConfigError(

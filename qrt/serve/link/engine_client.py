@@ -30,9 +30,11 @@ from qrt.serve.link.messages import (
 from qrt.serve.link.step_output import FromEngine, StepOutput
 from qrt.text.collector import RequestCollector
 from qrt.text.output import TextDelta
+from qrt.text.pooling.collector import PooledCollector
 
 logger = logging.getLogger(__name__)
 
+AnyCollector = RequestCollector | PooledCollector
 ANSWER_SECONDS = 10.0  # time to wait for an answer, which comes after the running step
 
 
@@ -53,7 +55,7 @@ class RequestStream:
     """
 
     def __init__(
-        self, client: EngineClient, collectors: Sequence[RequestCollector], *, whole: bool = False
+        self, client: EngineClient, collectors: Sequence[AnyCollector], *, whole: bool = False
     ) -> None:
         self._client = client
         self._collectors = collectors
@@ -163,7 +165,7 @@ class EngineClient(ABC):
         self._answers: dict[str, asyncio.Future[bytes]] = {}
 
     async def submit(
-        self, collectors: Sequence[RequestCollector], arrived: float | None = None, *, whole: bool = False
+        self, collectors: Sequence[AnyCollector], arrived: float | None = None, *, whole: bool = False
     ) -> RequestStream:
         """Run the requests of all `collectors` and return their stream.
 
@@ -181,7 +183,7 @@ class EngineClient(ABC):
         for c in collectors:
             for id, params in c.engine_requests():
                 self._streams[id] = stream
-                own = c.generate, c.priority, c.cache_salt, c.thinking
+                own = c.generate, c.priority, c.cache_salt, c.thinking, c.pool
                 self._send(Add(id, c.prompt_ids, fields_of(params), arrived, *own))
         await stream.accepted()
         return stream

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from qrt.arch.pooling import Pooling
 from qrt.request.thinking import Thinking
 from qrt.sampling_params import SamplingParams
 
@@ -29,7 +30,7 @@ class Add(Message):
 
     params    the fields of SamplingParams
     arrived   when the API process got it, in seconds of the monotonic clock, which all processes share
-    generate, priority, cache_salt, thinking   as in `Engine.add`
+    generate, priority, cache_salt, thinking, pool   as in `Engine.add`
     """
 
     id: str
@@ -40,6 +41,7 @@ class Add(Message):
     priority: int = 0
     cache_salt: str | None = None
     thinking: Thinking | None = None
+    pool: str | None = None
 
 
 class Abort(Message):
@@ -74,6 +76,8 @@ class EngineInfo(Message):
     sampling         the fields of the checkpoint's default SamplingParams that differ from qrt's
     max_new_tokens   the checkpoint's: the default of max_tokens, and its maximum
     concurrency      requests of `max_model_len` tokens that fit into the KV pool
+    pooling          how the model pools; None: it generates
+    vector_size      numbers in one vector of a model that pools
     kv_windows       what layers with windows keep, for the line at start
     """
 
@@ -95,6 +99,8 @@ class EngineInfo(Message):
     vocab_size: int
     sampling: dict[str, Any]
     max_new_tokens: int | None
+    pooling: Pooling | None = None
+    vector_size: int = 0
 
 
 class Ready(Message):

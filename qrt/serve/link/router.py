@@ -148,6 +148,7 @@ class Router:
                 generate=message.generate,
                 priority=message.priority,
                 cache_salt=message.cache_salt,
+                pool=message.pool,
             )
         except QrtError as error:
             output.refused.append(Refusal(message.id, str(error), busy=isinstance(error, QueueFullError)))
@@ -238,7 +239,16 @@ def engine_info(engine: Engine) -> EngineInfo:
         vocab_size=engine.model.arch.vocab_size,
         sampling={name: value for name, value in given.items() if value != default[name]},
         max_new_tokens=engine.generation.max_new_tokens,
+        pooling=engine.pooling,
+        vector_size=_vector_size(engine),
     )
+
+
+def _vector_size(engine: Engine) -> int:
+    """Return how many numbers one vector has; 0 for a model that generates."""
+    if engine.pooling is None:
+        return 0
+    return len(engine.pooling.labels) or engine.model.arch.hidden_size
 
 
 QUESTIONS: dict[str, Callable[[Router], bytes]] = {

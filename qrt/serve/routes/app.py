@@ -30,6 +30,7 @@ from qrt.serve.routes.lightllm import lightllm_routes
 from qrt.serve.routes.messages.routes import messages_routes
 from qrt.serve.routes.monitoring import monitoring_routes
 from qrt.serve.routes.openai import openai_routes
+from qrt.serve.routes.pooling.routes import pooling_routes
 from qrt.serve.routes.render import render_routes
 from qrt.serve.routes.responses.routes import responses_routes
 from qrt.serve.routes.tokens import token_routes
@@ -77,6 +78,7 @@ def create_app(service: Service) -> FastAPI:
     app.include_router(messages_routes(service))
     app.include_router(responses_routes(service))
     app.include_router(lightllm_routes(service))
+    app.include_router(pooling_routes(service))
     app.include_router(token_routes(service))
     app.include_router(render_routes(service))
     app.include_router(health_routes(service))

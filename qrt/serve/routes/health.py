@@ -6,6 +6,7 @@ from fastapi import APIRouter
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
+from qrt.request.pooling import PoolingParams
 from qrt.sampling_params import SamplingParams
 from qrt.serve.http.openapi import errors
 from qrt.serve.http.service import Service
@@ -37,8 +38,11 @@ def health_routes(service: Service) -> APIRouter:
     @routes.get("/health_generate", responses=errors())
     async def health_generate() -> dict[str, str]:
         service.check_running()
-        params = SamplingParams(temperature=0, max_tokens=1)
-        stream = await service.client.submit([service.collector(None, [0], params)])
+        if service.client.info.pooling is None:
+            params = SamplingParams(temperature=0, max_tokens=1)
+            stream = await service.client.submit([service.collector(None, [0], params)])
+        else:
+            stream = await service.client.submit([service.pooled([0], PoolingParams())], whole=True)
         async for _ in stream:
             pass
         return {"status": "ok"}

@@ -12,7 +12,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from qrt.errors import ConfigError, UnsupportedError
+from qrt.errors import ConfigError
 from qrt.location import model_commit, model_name
 from qrt.peer_fields import FIELDS
 from qrt.serve.http.openapi import MODEL, MODELS, events_or
@@ -59,10 +59,6 @@ def openai_routes(service: Service) -> APIRouter:
         collectors = await chat_collectors(service, body)
         reply = ChatReply(new_id("chatcmpl"), body.model or service.model, body, collectors)
         return await answer(service, request, body, collectors, reply, arrived)
-
-    @routes.post("/v1/embeddings", include_in_schema=False)
-    async def embeddings() -> None:
-        raise UnsupportedError("embeddings: not supported; qrt serves text generation models only")
 
     return routes
 

@@ -106,30 +106,38 @@ class SamplingFields(ShapeFields, BudgetField):
         return SamplingParams(**{**shared, **own, "max_tokens": max_tokens, "logprobs": logprobs})
 
 
+Prompts = (
+    str
+    | Annotated[Tokens, Field(min_length=1)]
+    | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
+    | Annotated[
+        list[Annotated[Tokens, Field(min_length=1)]],
+        Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True),
+    ]
+)
+
+
+def each_prompt(given: Prompts) -> list[str] | list[list[int]]:
+    """Return the prompts as a list, whichever of the four forms was given."""
+    if isinstance(given, str):
+        return [given]
+    if isinstance(given[0], int):
+        return [given]
+    return given
+
+
 class CompletionRequest(SamplingFields):
     """`POST /v1/completions`."""
 
-    prompt: (
-        str
-        | Annotated[Tokens, Field(min_length=1)]
-        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
-        | Annotated[
-            list[Annotated[Tokens, Field(min_length=1)]],
-            Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True),
-        ]
-    )
+    prompt: Prompts
     max_tokens: Count | None = 16
     logprobs: Count | None = None
     echo: bool = False
     add_special_tokens: bool = True
 
     def prompts(self) -> list[str] | list[list[int]]:
-        """Return the prompts as a list, whichever of the four forms was given."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        if isinstance(self.prompt[0], int):
-            return [self.prompt]
-        return self.prompt
+        """Return the prompts as a list."""
+        return each_prompt(self.prompt)
 
 
 class ChatMessage(BaseModel):

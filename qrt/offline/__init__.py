@@ -1,0 +1,1 @@
+"""What LLM does beside generating text."""

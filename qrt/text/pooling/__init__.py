@@ -1,0 +1,1 @@
+"""Prompts of models that pool, and what callers get of their vectors."""
