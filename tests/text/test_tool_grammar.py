@@ -152,6 +152,14 @@ def test_marks_that_are_special_tokens(name):
     assert begin == ({"["} if name == "mistral" else {"{"} if name == "llama3_json" else set())
 
 
+def test_only_marks_are_special_tokens():
+    """Those of the closing tag too; a function's name and schema are text."""
+    special = {"</tool_call>": 7, "f": 8, "x": 9}
+    function = Callee.of("tools.0.function", "f", {"properties": {"x": {"const": "f"}}}, exact=True)
+    rules = calls_grammar(FORMATS["hermes"], Calls([function]), special)
+    assert "<[7]>" in rules and "</tool_call>" not in rules and "<[8]>" not in rules and "<[9]>" not in rules
+
+
 def test_mistrals_newer_tokenizers_write_no_list():
     special = {**SPECIAL, "[TOOL_CALLS]": SPECIAL["<|system|>"], "[ARGS]": SPECIAL["<|user|>"]}
     for parallel in (True, False):
@@ -179,7 +187,8 @@ def test_an_answer_in_a_shape_or_calls(name, kind):
     calls = Calls(functions(), forced=False, answer=StructuredOutputsParams(**fields))
     grammar = grammar_of(name, calls)
     assert accepts(grammar, right) and not accepts(grammar, wrong)
-    call = walk(grammar_of(name, Calls(functions())), 1).strip()
+    forced = grammar_of(name, Calls(functions()))
+    call = next(text for seed in range(20) if (text := walk(forced, seed))).strip()
     assert accepts(grammar, call) and not accepts(grammar, call + " x")
 
 

@@ -101,7 +101,7 @@ def _response_format(name: str, value: dict[str, Any]) -> Asked | None:
 
 def _structured_outputs(name: str, value: dict[str, Any]) -> Asked | None:
     """Read vLLM's form."""
-    given = {key: inner for key, inner in value.items() if inner is not None}
+    given = {key: inner for key, inner in value.items() if inner is not None and inner is not False}
     if given.get("structural_tag"):
         raise UnsupportedError(f"{name}.structural_tag: {STRUCTURAL_TAG}")
     return (name, given) if given else None

@@ -78,7 +78,7 @@ class _Notation:
     tag        without a marker: what may begin the calls behind some text
     """
 
-    function: Callable[[Callee, str, _Literals], list[str]]
+    function: Callable[[Callee, str, _Marks], list[str]]
     marker: str = ""
     begin: str = ""
     between: str | None = None
@@ -88,19 +88,28 @@ class _Notation:
     tag: str = ""
 
 
-class _Literals:
-    """Writes text in rules. Special tokens are no text: a rule names them by id."""
+class _Marks:
+    """Writes the marks of a notation in rules. Special tokens are no text: a rule names them by id."""
 
     def __init__(self, special: Mapping[str, int]) -> None:
         self._special = special
+        longest = sorted(filter(None, special), key=len, reverse=True)
+        self._names = re.compile(f"({'|'.join(map(re.escape, longest)) or '(?!)'})")
 
     def __call__(self, text: str) -> str:
-        if text in self._special:
-            return f"<[{self._special[text]}]>"
-        return json.dumps(text, ensure_ascii=False) if text else ""
+        found = (
+            f"<[{self._special[part]}]>" if part in self._special else _quoted(part)
+            for part in self._names.split(text)
+        )
+        return " ".join(filter(None, found))
 
     def __contains__(self, text: str) -> bool:
         return text in self._special
+
+
+def _quoted(text: str) -> str:
+    """Write text in a rule; in a request's own text nothing is a mark."""
+    return json.dumps(text, ensure_ascii=False) if text else ""
 
 
 def calls_grammar(format: ToolFormat, calls: Calls, special: Mapping[str, int]) -> str:
@@ -110,22 +119,22 @@ def calls_grammar(format: ToolFormat, calls: Calls, special: Mapping[str, int]) 
 
     ConfigError for a function that the notation cannot write, UnsupportedError for arguments.
     """
-    literal = _Literals(special)
-    notation = _notation(format, literal)
+    marks = _Marks(special)
+    notation = _notation(format, marks)
     names = [f"function_{number}" for number in range(len(calls.functions))]
-    rules = ["%llguidance {}", *_start(notation, calls, literal), "call: " + " | ".join(names)]
+    rules = ["%llguidance {}", *_start(notation, calls, marks), "call: " + " | ".join(names)]
     for function, name in zip(calls.functions, names, strict=True):
-        rules += notation.function(function, name, literal)
+        rules += notation.function(function, name, marks)
     return "\n".join(rules) + "\n"
 
 
-def _start(notation: _Notation, calls: Calls, literal: _Literals) -> list[str]:
+def _start(notation: _Notation, calls: Calls, marks: _Marks) -> list[str]:
     """Return the rules around `call`."""
     inner, outer = notation.between, notation.blocks
-    more = _repeated(literal(inner) + " call") if calls.parallel and inner is not None else ""
-    block = f"{literal(notation.begin)} call {more} {literal(notation.end)}"
-    marked = f"{literal(notation.marker)} block"
-    several = _repeated(f"{literal(outer)} {marked}") if calls.parallel and outer is not None else ""
+    more = _repeated(marks(inner) + " call") if calls.parallel and inner is not None else ""
+    block = f"{marks(notation.begin)} call {more} {marks(notation.end)}"
+    marked = f"{marks(notation.marker)} block"
+    several = _repeated(f"{marks(outer)} {marked}") if calls.parallel and outer is not None else ""
     rules = [f"block: {block}", f"calls: {marked} {several}"]
     if calls.forced:
         return ["start: calls", *rules]
@@ -133,9 +142,9 @@ def _start(notation: _Notation, calls: Calls, literal: _Literals) -> list[str]:
         return ["start: calls | answer", *_answer(calls.answer), *rules]
     rules.append(f"TEXT: /{_text(notation.opening)}/")
     if mark := notation.marker or notation.tag:
-        rules += [f"spelled[lazy]: TEXT {json.dumps(mark)}", "head: spelled"]
-        if mark in literal:
-            rules[-1] += f" | TEXT {literal(mark)}"
+        rules += [f"spelled[lazy]: TEXT {_quoted(mark)}", "head: spelled"]
+        if mark in marks:
+            rules[-1] += f" | TEXT {marks(mark)}"
     if notation.marker:
         return ["start: (head block)* TEXT" if calls.parallel else "start: head block | TEXT", *rules]
     return ["start: calls | TEXT" + (" | head calls" if notation.tag else ""), *rules]
@@ -155,7 +164,7 @@ def _answer(shape: StructuredOutputsParams) -> list[str]:
     if grammar.kind == "json":
         return [f"answer: %json {prepared(grammar.field, grammar.text, grammar.whitespace)}"]
     if grammar.kind == "choice":
-        texts = [json.dumps(text, ensure_ascii=False) for text in json.loads(grammar.text)]
+        texts = [_quoted(text) for text in json.loads(grammar.text)]
         return ["answer: " + " | ".join(texts)]
     if grammar.kind == "regex":
         escaped = re.sub(r"(?s)\\.|/", lambda found: r"\/" if found[0] == "/" else found[0], grammar.text)
@@ -166,34 +175,34 @@ def _answer(shape: StructuredOutputsParams) -> list[str]:
     )
 
 
-def _notation(format: ToolFormat, literal: _Literals) -> _Notation:
-    if format is FORMATS["mistral"] and ARGUMENTS in literal:
+def _notation(format: ToolFormat, marks: _Marks) -> _Notation:
+    if format is FORMATS["mistral"] and ARGUMENTS in marks:
         return _Notation(_mistral, marker="[TOOL_CALLS]", blocks="")
     if format not in NOTATIONS:
         raise UnsupportedError("tool_choice: expected auto or none with this model's notation of calls")
     return NOTATIONS[format]
 
 
-def _json(key: str) -> Callable[[Callee, str, _Literals], list[str]]:
+def _json(key: str) -> Callable[[Callee, str, _Marks], list[str]]:
     """Return the writer of calls that are objects with a name and, by `key`, arguments."""
 
-    def write(function: Callee, rule: str, literal: _Literals) -> list[str]:
+    def write(function: Callee, rule: str, marks: _Marks) -> list[str]:
         name = json.dumps(function.name, ensure_ascii=False)
-        begin = literal(f'{{"name": {name}, "{key}": ')
-        return [f"{rule}: {begin} {_arguments(function)} {literal('}')}"]
+        begin = _quoted(f'{{"name": {name}, "{key}": ')
+        return [f"{rule}: {begin} {_arguments(function)} {_quoted('}')}"]
 
     return write
 
 
-def _mistral(function: Callee, rule: str, literal: _Literals) -> list[str]:
+def _mistral(function: Callee, rule: str, marks: _Marks) -> list[str]:
     if not IN_MISTRAL.fullmatch(function.name):
         raise ConfigError(
             f"{function.place}.name: expected letters, digits, '_', '-' and '.', got {function.name!r:.80}"
         )
-    return [f"{rule}: {literal(function.name)} {literal(ARGUMENTS)} {_arguments(function)}"]
+    return [f"{rule}: {_quoted(function.name)} {marks(ARGUMENTS)} {_arguments(function)}"]
 
 
-def _object(function: Callee, rule: str, literal: _Literals) -> list[str]:
+def _object(function: Callee, rule: str, marks: _Marks) -> list[str]:
     """Write a call as one JSON object: beside an answer in JSON, only its keys tell which of them it is."""
     place, schema = f"{function.place}.parameters", function.schema if function.exact else {"type": "object"}
     call = {
@@ -211,7 +220,7 @@ def _arguments(function: Callee) -> str:
     return "%json " + prepared(f"{function.place}.parameters", json.dumps(schema), SPACES)
 
 
-def _pythonic(function: Callee, rule: str, literal: _Literals) -> list[str]:
+def _pythonic(function: Callee, rule: str, marks: _Marks) -> list[str]:
     """Write f(x=..., y=...), the values in JSON, which Python reads alike.
 
     `rule_i` is what may come from argument i on if none stands before it, `rule_i_more` if one does.
@@ -230,7 +239,7 @@ def _pythonic(function: Callee, rule: str, literal: _Literals) -> list[str]:
                 f"{function.place}: expected names that Python's calls may have, got {name!r:.80}; rename it"
             )
     shared = {key: schema[key] for key in OF_REFERENCES if key in schema}
-    rules = [f"{rule}: {literal(function.name + '(')} {rule}_0 {literal(')')}"]
+    rules = [f"{rule}: {_quoted(function.name + '(')} {rule}_0 {_quoted(')')}"]
     for number, (name, own) in enumerate(properties.items()):
         of_any = not function.exact or not isinstance(own, Mapping)
         value = prepared(
@@ -239,9 +248,9 @@ def _pythonic(function: Callee, rule: str, literal: _Literals) -> list[str]:
         after = f"%json {value} {rule}_{number + 1}_more"
         optional = not function.exact or name not in required
         first, more = (f"{rule}_{number + 1}", f"{rule}_{number + 1}_more") if optional else ("", "")
-        rules.append(f"{rule}_{number}: {literal(name + '=')} {after}" + (f" | {first}" if first else ""))
+        rules.append(f"{rule}_{number}: {_quoted(name + '=')} {after}" + (f" | {first}" if first else ""))
         rules.append(
-            f"{rule}_{number}_more: {literal(f', {name}=')} {after}" + (f" | {more}" if more else "")
+            f"{rule}_{number}_more: {_quoted(f', {name}=')} {after}" + (f" | {more}" if more else "")
         )
     return [*rules, f'{rule}_{len(properties)}: ""', f'{rule}_{len(properties)}_more: ""']
 

@@ -25,7 +25,11 @@ ASKED = [
     ("response_format", {"type": "json_schema", "schema": SCHEMA}, JSON),
     ("response_format", {"type": "json_object", "value": SCHEMA}, JSON),  # TGI
     ("structured_outputs", {"json": SCHEMA}, JSON),  # vLLM
-    ("structured_outputs", {"json": TEXT, "regex": None, "structural_tag": None}, JSON),
+    (
+        "structured_outputs",
+        {"json": TEXT, "regex": None, "structural_tag": None, "disable_fallback": False},
+        JSON,
+    ),
     ("structured_outputs", {"regex": "a+"}, REGEX),
     ("structured_outputs", {"grammar": 'root ::= "a"'}, GRAMMAR),
     ("structured_outputs", {"choice": ["a", "b"]}, StructuredOutputsParams(choice=("a", "b"))),
