@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from qrt.grammar.vocabulary import Vocabulary
 
-SLOW_S = 0.01  # CPU time of a mask that counts as slow; 99 of 100 take less than 0.4 ms
-MOST_SLOW_S = 2.0  # CPU time of all slow masks of an answer: then it is an error
+SLOW_S = 0.005  # CPU time of a slow step, a mask or an accept; 99 of 100 masks take less than 0.4 ms
+MOST_SLOW_S = 2.0  # CPU time of all slow steps of an answer: then it is an error
 MOST_FORCED = 2000  # bytes that are written as forced tokens at once: Python's lock is held meanwhile
 _COMPLETE = ("NoExtension", "NoExtensionBias", "EndOfSentence")  # the library's reasons of a good end
 
@@ -42,7 +42,7 @@ class Matcher:
 
     def __init__(self, root: Root, parser: llguidance.LLMatcher) -> None:
         self._root, self._parser = root, parser
-        self._slow = 0.0  # CPU time of slow masks
+        self._slow = 0.0  # CPU time of slow steps
         self._past = 0  # ends that were accepted behind the end of the grammar; the library counts none
         self.error: str | None = None
 
@@ -67,7 +67,9 @@ class Matcher:
         if self.error is None and not 0 <= token < self._root.vocabulary.width:
             self.error = f"token {token} outside the vocabulary"
         if self.error is None:
+            start = time.thread_time()
             self._parser.consume_token(token)
+            self._count(start)
         return not self._failed()
 
     def fill(self, row: NDArray[np.int32]) -> None:
@@ -92,12 +94,16 @@ class Matcher:
         whole = row if words == len(row) else np.empty(words, np.int32)
         start = time.thread_time()
         self._parser.unsafe_compute_mask_ptr(whole.ctypes.data, whole.nbytes)
+        self._count(start)
+        if whole is not row:  # the tokenizer has more ids than the model has logits
+            row[:] = whole[: len(row)]
+
+    def _count(self, start: float) -> None:
+        """Count a step that began at `start` of this thread's CPU time, if it was slow."""
         spent = time.thread_time() - start
         self._slow += spent if spent > SLOW_S else 0.0
         if self._slow > MOST_SLOW_S:
-            self.error = f"the grammar is too costly: slow masks took over {MOST_SLOW_S:g} s"
-        if whole is not row:  # the tokenizer has more ids than the model has logits
-            row[:] = whole[: len(row)]
+            self.error = f"the grammar is too costly: its slow steps took over {MOST_SLOW_S:g} s"
 
     def _failed(self) -> bool:
         """Look for an error of the library; also for an end that only a limit made."""

@@ -15,9 +15,9 @@ from qrt.grammar.vocabulary import Vocabulary
 
 STACK = 256 * 2**20  # bytes of a compiling thread's stack: the library recurses over references and rules
 # Items of a step and of a row, and states of a lexer (0.4 KB each). 640 schemas of JSONSchemaBench need up to
-# 2,500 items; ambiguous rules meet a limit before a mask takes 20 ms.
+# 2,500 and 670 items; ambiguous rules meet one of these limits, or that of slow steps (`matcher`).
 LIMITS = llguidance.LLParserLimits(
-    step_max_items=4000, max_items_in_row=500, max_lexer_states=50_000, verbose_errors=False
+    step_max_items=4000, max_items_in_row=750, max_lexer_states=50_000, verbose_errors=False
 )
 
 

@@ -124,22 +124,41 @@ def test_another_process_starts_where_one_was_killed(checker):
     assert checker._process.pid != before
 
 
+def test_another_fork_starts_where_one_was_killed(checker):
+    """Whoever killed it, the grammar that comes next is not blamed."""
+    checker.start()
+    checker.check(Grammar("regex", "first"))
+    (fork,) = forks(checker._process.pid)
+    os.kill(fork, signal.SIGKILL)
+    assert checker.check(Grammar("regex", "second")) == Grammar("regex", "second")
+    (other,) = forks(checker._process.pid)
+    assert other != fork
+
+
+def forks(process):
+    children = Path(f"/proc/{process}/task/{process}/children").read_text().split()
+    return [int(child) for child in children]
+
+
 def test_no_process_outlives_its_parent(tmp_path):
     (tmp_path / "tokenizer.json").write_text(vocabulary().tokenizer)
     code = (
         "import sys, time\n"
         "from qrt.grammar.check import Checker; from qrt.grammar.vocabulary import Vocabulary\n"
         "checker = Checker(Vocabulary(open(sys.argv[1]).read(), 4096, (1,))); checker.start()\n"
+        "from qrt.grammar.spec import Grammar; checker.check(Grammar('regex', 'a'))\n"
         "print(checker._process.pid, flush=True); time.sleep(60)"
     )
     parent = subprocess.Popen(
         [sys.executable, "-c", code, tmp_path / "tokenizer.json"], stdout=subprocess.PIPE, text=True
     )
     child = int(parent.stdout.readline())
+    family = [child, *forks(child)]
     parent.kill()
     parent.wait()
     parent.stdout.close()
-    while is_alive(child):
+    assert len(family) == 2
+    while any(is_alive(process) for process in family):
         time.sleep(0.05)
 
 
