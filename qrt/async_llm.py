@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import weakref
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from inspect import signature
 from itertools import count
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -22,14 +22,20 @@ from qrt.errors import ConfigError, UnsupportedError
 from qrt.llm import engine_config, reasoning_reader
 from qrt.peer_fields import refuse_arguments
 from qrt.peers import refuse_method
+from qrt.request.pooling import PoolingParams
 from qrt.sampling_params import SamplingParams
 from qrt.text.collector import RequestCollector
 from qrt.text.output import RequestOutput
-from qrt.text.prompt import Prompt, split_prompts
+from qrt.text.pooling.collector import PooledCollector
+from qrt.text.pooling.inputs import encode
+from qrt.text.pooling.outputs import PoolingOutput, PoolingRequestOutput
+from qrt.text.pooling.task import with_task
+from qrt.text.prompt import Prompt, prompt_parts, split_prompts
 from qrt.text.shapes import Shapes
 from qrt.text.tokenizer import Tokenizer
 
 try:
+    from qrt.serve.link.engine_client import AnyCollector
     from qrt.serve.link.router import Router
     from qrt.serve.link.thread_client import ThreadClient
 except ImportError as error:
@@ -57,7 +63,7 @@ class AsyncLLM:
         self._defaults = engine.generation.sampling
         self._loop: asyncio.AbstractEventLoop | None = None  # in which it was started
         self._ids = count()
-        self._running: dict[str, RequestCollector] = {}
+        self._running: dict[str, AnyCollector] = {}
 
     @classmethod
     def from_engine_args(cls, *arguments: Any, **named: Any) -> NoReturn:
@@ -105,13 +111,40 @@ class AsyncLLM:
             raise ConfigError(f"sampling_params: expected SamplingParams, got {type(given).__name__}")
         params = given.clone()  # the caller may change theirs meanwhile
         collector = await asyncio.to_thread(self._collector, prompt, params, request_id, priority)
+        async with contextlib.aclosing(self._outputs(collector)) as outputs:
+            async for output in outputs:
+                yield output
+
+    async def encode(
+        self,
+        prompt: Prompt,
+        pooling_params: PoolingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        **others: Any,
+    ) -> AsyncIterator[PoolingRequestOutput[PoolingOutput]]:
+        """Yield what a model that pools makes of a prompt, once, as LLM.encode; raises as `generate` does."""
+        refuse_arguments("AsyncLLM.encode", others, signature(self.encode).parameters)
+        params = pooling_params or PoolingParams()
+        if not isinstance(params, PoolingParams):
+            raise ConfigError(f"pooling_params: expected PoolingParams, got {type(params).__name__}")
+        collector = await asyncio.to_thread(self._pooled, prompt, params, request_id, priority)
+        async with contextlib.aclosing(self._outputs(collector)) as outputs:
+            async for output in outputs:
+                yield output
+
+    async def _outputs(self, collector: AnyCollector) -> AsyncGenerator[Any]:
+        """Run a request; yield its output after each step that adds to it."""
         if collector.request_id in self._running:
             raise ConfigError(f"request id {collector.request_id!r}: already in use; choose another id")
         await self._start()
         self._running[collector.request_id] = collector
         try:
             with (
-                contextlib.closing(await self.client.submit([collector])) as stream,
+                contextlib.closing(
+                    await self.client.submit([collector], whole=collector.pool is not None)
+                ) as stream,
                 short_collections(),
             ):
                 while not collector.finished:
@@ -165,6 +198,23 @@ class AsyncLLM:
                 "AsyncLLM: expected the event loop it began in, got another; call asyncio.run once, around "
                 "all that uses it, or make an AsyncLLM in each"
             )
+
+    def _pooled(
+        self, prompt: Prompt, params: PoolingParams, request_id: str | None, priority: int
+    ) -> PooledCollector:
+        pooling = self.client.info.pooling
+        own = with_task(pooling, params, None)
+        assert pooling is not None
+        text, ids, salt = prompt_parts(prompt)
+        most = own.most_tokens(self.max_model_len)
+        encoded = encode(self.tokenizer, ids if ids is not None else text or "", own, most)
+        serial = next(self._ids)
+        name = request_id if request_id is not None else f"async-{serial}"
+        collector = PooledCollector(
+            f"{name}-{serial}", encoded, pooling, own, priority=priority, cache_salt=salt
+        )
+        collector.request_id = name
+        return collector
 
     def _collector(
         self, prompt: Prompt, params: SamplingParams, request_id: str | None, priority: int

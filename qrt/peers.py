@@ -181,7 +181,7 @@ METHODS = {
     name: remedy
     for names, remedy in (
         ("beam_search", "beam search is not supported; use generate with n or best_of"),
-        ("encode embed classify reward", "use LLM, or qrt-serve"),
+        ("embed classify reward", "use LLM, or AsyncLLM.encode"),
         ("sleep wake_up is_sleeping", "weights stay on the device; drop the object to free them"),
         ("pause_generation resume_generation is_paused", "abort requests, or start no new ones"),
         ("add_lora remove_lora list_loras pin_lora", _ADAPTERS),

@@ -44,7 +44,7 @@ class PooledCollector:
         size: int = 1,
     ) -> None:
         """Start with no vectors; `params` have a task (`task.with_task`), a vector has `size` numbers."""
-        self.request_id = request_id
+        self.request_id = self._engine_id = request_id
         self.prompt_ids = prompt_ids
         self.params = NO_SAMPLING
         self.priority = priority
@@ -61,11 +61,11 @@ class PooledCollector:
     @property
     def engine_ids(self) -> list[str]:
         """The id of its request in the engine."""
-        return [self.request_id]
+        return [self._engine_id]
 
     def engine_requests(self) -> Iterator[tuple[str, SamplingParams]]:
         """Yield id and parameters of the request to add to the engine."""
-        yield self.request_id, self.params
+        yield self._engine_id, self.params
 
     @property
     def num_scores(self) -> int:
@@ -82,7 +82,7 @@ class PooledCollector:
     def feed(self, delta: StepDelta) -> TextDelta:
         """Take the merged deltas of the request; the result has no text, and says that it has ended."""
         self.num_cached_tokens = delta.num_cached
-        self._vectors = torch.empty(0, 0) if delta.pooled is None else delta.pooled
+        self._vectors = torch.empty(1, 0) if delta.pooled is None else delta.pooled  # empty: aborted
         self.finished = True
         reason = None if delta.finish_reason is None else delta.finish_reason.value
         return TextDelta(0, "", (), None, reason, None, False)

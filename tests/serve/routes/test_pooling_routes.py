@@ -1,5 +1,6 @@
 """The routes of models that pool: an embedding model, a reranker, and a model that generates."""
 
+import asyncio
 import base64
 import json
 from pathlib import Path
@@ -13,7 +14,8 @@ import transformers
 from servers import ThreadServer, bearer, refused, wait_idle
 from tokenizers import Tokenizer, processors
 
-from qrt import LLM
+from qrt import LLM, AsyncLLM, PoolingParams
+from qrt.errors import ConfigError
 from qrt.text.chat_template import ChatTemplate
 from small_tokenizers import byte_level, save
 from tiny_models import random_checkpoint
@@ -226,6 +228,26 @@ def test_python_calls(body, expected):
     each = llm.encode(TEXTS[0], pooling_task="token_embed", use_tqdm=False)[0].outputs.data
     assert each.shape == (len(found[0].prompt_token_ids), 128)
     np.testing.assert_allclose(llm.encode(TEXTS[0], use_tqdm=False)[0].outputs.data, expected[0], atol=1e-5)
+
+
+def test_asynchronous_calls(body, expected):
+    async def run():
+        llm = AsyncLLM(str(body), kv_cache_memory_bytes=POOL)
+        try:
+            found = await asyncio.gather(*(_listed(llm.encode(text)) for text in TEXTS))
+            with pytest.raises(ConfigError, match="got 'classify'"):
+                await _listed(llm.encode("a", PoolingParams(task="classify")))
+        finally:
+            await llm.shutdown()
+        return found
+
+    found = asyncio.run(run())
+    assert [len(outputs) for outputs in found] == [1, 1, 1]
+    np.testing.assert_allclose([one.outputs.data for (one,) in found], expected, atol=1e-5)
+
+
+async def _listed(outputs):
+    return [one async for one in outputs]
 
 
 def test_the_example_template_writes_qwens_prompt():
