@@ -126,7 +126,6 @@ class LLM(PoolingCalls):
         priorities = [0] * len(listed) if priority is None else priority
         if len(priorities) != len(listed):
             raise ConfigError(f"priority: expected one per prompt, got {len(priorities)} for {len(listed)}")
-        params = [self._shapes.checked(own) for own in params]
         parts = split_prompts(listed, self.tokenizer)
         collectors = [
             self._collector(*given, own, first)
@@ -141,9 +140,14 @@ class LLM(PoolingCalls):
         by_id = {engine_id: collector for collector in collectors for engine_id in collector.engine_ids}
         with self._running(by_id):
             for collector in collectors:
-                ids, first, salt = collector.prompt_ids, collector.priority, collector.cache_salt
                 for engine_id, own in collector.engine_requests():
-                    self.engine.add(engine_id, ids, own, priority=first, cache_salt=salt)
+                    self.engine.add(
+                        engine_id,
+                        collector.prompt_ids,
+                        own,
+                        priority=collector.priority,
+                        cache_salt=collector.cache_salt,
+                    )
             tokens = 0
             with (
                 short_collections(),
@@ -289,6 +293,7 @@ class LLM(PoolingCalls):
         self, text: str | None, ids: list[int], salt: str | None, params: SamplingParams, priority: int
     ) -> RequestCollector:
         self._reasoning.check(params)
+        params = self._shapes.checked(params)
         name = str(next(self._ids))
         return RequestCollector(name, text, ids, params, self.tokenizer, priority=priority, cache_salt=salt)
 

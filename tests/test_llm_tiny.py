@@ -390,5 +390,9 @@ def test_shapes_are_checked_before_the_engine(llm):
         with pytest.raises(ConfigError) as error:
             llm.generate("x", SamplingParams(structured_outputs=shape), use_tqdm=False)
         assert str(error.value).startswith(message)
+        with pytest.raises(ConfigError) as error:
+            chat, own = [{"role": "user", "content": "x"}], "{{ messages[0].content }}"
+            llm.chat(chat, SamplingParams(structured_outputs=shape), use_tqdm=False, chat_template=own)
+        assert str(error.value).startswith(message)
     with pytest.raises(ImportError, match="import StructuredOutputsParams"):
         from qrt import GuidedDecodingParams  # noqa: F401
