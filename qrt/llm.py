@@ -147,6 +147,7 @@ class LLM(PoolingCalls):
                         own,
                         priority=collector.priority,
                         cache_salt=collector.cache_salt,
+                        thinking=collector.thinking,
                     )
             tokens = 0
             with (

@@ -148,6 +148,7 @@ class Router:
                 generate=message.generate,
                 priority=message.priority,
                 cache_salt=message.cache_salt,
+                thinking=message.thinking,
                 pool=message.pool,
             )
         except QrtError as error:
