@@ -8,7 +8,7 @@ from qrt.grammar.compiled import Grammars
 from qrt.grammar.vocabulary import Vocabulary
 from qrt.text.tokenizer import Tokenizer
 
-TINY = Tokenizer("qrt/assets/tiny")
+TINY = Tokenizer("tiny")
 WIDTH = 4096
 
 
