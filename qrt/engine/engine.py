@@ -33,6 +33,8 @@ from qrt.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
+LATE_S = {True: 200e-6, False: 20e-3}  # by whether a GPU runs the steps, which are that much shorter
+
 
 class Engine:
     """Runs a model on requests. One thread at a time may call it.
@@ -81,9 +83,11 @@ class Engine:
         self._check = RequestCheck(
             self.model.arch.vocab_size, parts.eos, priorities=priorities, pooling=parts.pooling
         )
-        overlap = self.config.overlap
-        self._constraints = Constraints(self.model.arch.vocab_size, parts.eos, parts.grammars)
-        self._depth = 2 if (self.model.device.type == "cuda" if overlap is None else overlap) else 1
+        overlap, on_gpu = self.config.overlap, self.model.device.type == "cuda"
+        self._constraints = Constraints(
+            self.model.arch.vocab_size, parts.eos, parts.grammars, late_s=LATE_S[on_gpu]
+        )
+        self._depth = 2 if (on_gpu if overlap is None else overlap) else 1
         self._forget()
 
     def _forget(self) -> None:
@@ -239,14 +243,13 @@ class Engine:
         forwarded = self.runner.forward(plan)
         while self._launched:
             deltas += self._finish()
-        masks = self._constraints.fill(plan, masked, self.scheduler.length)
+        masks = self._constraints.fill(plan, masked, self.scheduler.length, self.runner.mask_rows())
         for index, error in masks.errors.items():
             deltas.append(self._ended(self.scheduler.give_up(plan.sampled[index].request_id, error)))
         for index in masks.late:
             if index not in masks.errors:
                 self.scheduler.repeat(plan.sampled[index].request_id)
-        drawn = {index for index, _ in masks.rows}
-        skipped = [index for index in masked if index not in drawn]
+        skipped = set(masked).difference(masks.rows)
         self._launched.append((plan, self.runner.draw(forwarded, masks.rows, skipped)))
 
     def clear(self) -> None:

@@ -36,15 +36,36 @@ class Root:
 class Matcher:
     """The state of one answer in its grammar. One thread at a time uses it.
 
+    parser     the library's state
     error      what went wrong, or None. The library allows only the end from then on, which would look like a
                finished answer; a matcher in error allows nothing, and its request must fail
     """
 
     def __init__(self, root: Root, parser: llguidance.LLMatcher) -> None:
-        self._root, self._parser = root, parser
+        self._root, self.parser = root, parser
         self._slow = 0.0  # CPU time of slow steps
         self._past = 0  # ends that were accepted behind the end of the grammar; the library counts none
         self.error: str | None = None
+
+    @property
+    def width(self) -> int:
+        """The number of logits."""
+        return self._root.vocabulary.width
+
+    @property
+    def known(self) -> NDArray[np.int32]:
+        """The mask of the ids that have a token, int32 [W]."""
+        return self._root.vocabulary.known
+
+    @property
+    def fits(self) -> bool:
+        """Whether the library's masks have as many words as there are logits for."""
+        return self._root.words == self._root.vocabulary.words
+
+    @property
+    def failed(self) -> bool:
+        """Whether something went wrong; `error` says what."""
+        return self._failed()
 
     def accepts(self, token: int) -> bool:
         """Return whether the grammar allows a token next; it does not go on by it."""
@@ -52,7 +73,7 @@ class Matcher:
             return False
         if self.ended:
             return token in self._root.vocabulary.ends
-        return self._parser.validate_tokens([token]) == 1
+        return self.parser.validate_tokens([token]) == 1
 
     def accept(self, token: int) -> bool:
         """Go on by a token; False where the grammar does not allow it, which is an error from then on.
@@ -68,7 +89,7 @@ class Matcher:
             self.error = f"token {token} outside the vocabulary"
         if self.error is None:
             start = time.thread_time()
-            self._parser.consume_token(token)
+            self.parser.consume_token(token)
             self._count(start)
         return not self._failed()
 
@@ -93,7 +114,7 @@ class Matcher:
         words = self._root.words
         whole = row if words == len(row) else np.empty(words, np.int32)
         start = time.thread_time()
-        self._parser.unsafe_compute_mask_ptr(whole.ctypes.data, whole.nbytes)
+        self.parser.unsafe_compute_mask_ptr(whole.ctypes.data, whole.nbytes)
         self._count(start)
         if whole is not row:  # the tokenizer has more ids than the model has logits
             row[:] = whole[: len(row)]
@@ -107,10 +128,10 @@ class Matcher:
 
     def _failed(self) -> bool:
         """Look for an error of the library; also for an end that only a limit made."""
-        if self.error is None and self._parser.is_stopped():
-            if self._parser.is_error():
-                self.error = " ".join(self._parser.get_error().replace("<non-verbose/>", "").split())[:300]
-            elif (reason := self._parser.stop_reason()) not in _COMPLETE:
+        if self.error is None and self.parser.is_stopped():
+            if self.parser.is_error():
+                self.error = " ".join(self.parser.get_error().replace("<non-verbose/>", "").split())[:300]
+            elif (reason := self.parser.stop_reason()) not in _COMPLETE:
                 self.error = f"the grammar is too costly ({reason})"
         if self.error is not None:
             self._root.spoiled = True
@@ -119,25 +140,25 @@ class Matcher:
     @property
     def ended(self) -> bool:
         """Whether the answer is complete and nothing but an end may follow."""
-        return self._parser.is_stopped() and not self._failed()
+        return self.parser.is_stopped() and not self._failed()
 
     @property
     def may_end(self) -> bool:
         """Whether the answer is complete as it is."""
-        return not self._failed() and (self._parser.is_stopped() or self._parser.is_accepting())
+        return not self._failed() and (self.parser.is_stopped() or self.parser.is_accepting())
 
     def forced(self) -> list[int]:
         """Return the tokens that must follow, as the tokenizer would write them; often none.
 
         Where over 2,000 bytes must follow there are none: masks allow their tokens one by one.
         """
-        if self._failed() or self.ended or len(self._parser.compute_ff_bytes()) > MOST_FORCED:
+        if self._failed() or self.ended or len(self.parser.compute_ff_bytes()) > MOST_FORCED:
             return []
-        return self._parser.compute_ff_tokens()
+        return self.parser.compute_ff_tokens()
 
     def copy(self) -> Matcher:
         """Return another matcher at the same place."""
-        other = Matcher(self._root, self._parser.deep_copy())
+        other = Matcher(self._root, self.parser.deep_copy())
         other._slow, other._past, other.error = self._slow, self._past, self.error
         return other
 
@@ -146,5 +167,5 @@ class Matcher:
         past = min(n, self._past)
         self._past -= past
         if n > past:
-            self._parser.rollback(n - past)
+            self.parser.rollback(n - past)
             self._failed()

@@ -106,7 +106,8 @@ def test_recorded_mixed_steps_give_the_tokens_of_eager_ones(tmp_path, kv):
         for delta in deltas:
             tokens[delta.request_id] += delta.token_ids
         recorded = {name for name, _ in engine.runner.token_steps._recorded}
-        assert recorded == (set() if eager else {"_mixed", "_prompts", "_forward", "_sample", "_step"})
+        bodies = {"_mixed", "_prompts", "_forward", "_sample", "_sample_masked", "_step"}
+        assert recorded == (set() if eager else bodies)
         results.append(tokens)
     assert results[0] == results[1] and {len(own) for own in results[0].values()} == {12}
 

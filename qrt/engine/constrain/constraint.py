@@ -17,6 +17,9 @@ from qrt.request.thinking import Thinking
 Row = NDArray[np.int32]
 
 
+GOES_ON = Verdict()
+
+
 class Phase(Enum):
     """Where an answer is."""
 
@@ -31,6 +34,7 @@ class Rules:
     """The rules of a request beside its grammar, as masks see them.
 
     ends         tokens that end the text: EOS and stop tokens
+    stops        whether some of them are no EOS
     min_tokens   outputs before which none of `ends` is sampled
     allowed      the only tokens that may be sampled; None: all
     appends      whether known tokens are appended at once; else each is drawn by a mask that allows it alone,
@@ -38,6 +42,7 @@ class Rules:
     """
 
     ends: Collection[int] = ()
+    stops: bool = False
     min_tokens: int = 0
     allowed: Collection[int] | None = None
     appends: bool = True
@@ -80,20 +85,44 @@ class Constraint:
         begins = len(thinking.start) - self._seen if self._phase is Phase.START else -self._seen
         return pending - begins >= thinking.budget
 
-    def take(self, token: int, least: int = 2) -> Verdict:
-        """Follow a sampled token and return what it means for the request.
+    def reads(self, token: int) -> Matcher | None:
+        """Return the matcher that `take` would let go on by a token, for `Batch.accept`; None: no such."""
+        answers = self._phase is Phase.ANSWER and self.error is None and token not in self._rules.ends
+        return self._matcher if answers else None
+
+    @property
+    def plain(self) -> Matcher | None:
+        """The matcher, if its mask alone says what may be sampled next, for `Batch.fill`; else None."""
+        matcher = self._matcher
+        if matcher is None or self._phase is not Phase.ANSWER or not matcher.fits:
+            return None
+        return matcher if self._allowed is None and not self._more_ends(matcher) else None
+
+    def _more_ends(self, matcher: Matcher) -> bool:
+        """Return whether rules about the end change the grammar's mask."""
+        return self._count < self._rules.min_tokens or (self._rules.stops and matcher.may_end)
+
+    def take(self, token: int, least: int = 2, *, accepted: bool = False) -> Verdict:
+        """Follow a sampled token, which a batch may have `accepted`; return what it means for the request.
 
         Known tokens are appended where there are `least` of them; fewer are drawn, by masks that leave one.
         """
-        self._step(token)
+        if accepted:
+            assert self._matcher is not None
+            self._count += 1
+            self.error = self._matcher.error if self._matcher.failed else None
+        else:
+            self._step(token)
         then: list[int] = []
         appends = self._rules.appends and least < ALL
         while self.error is None and appends and len(known := self._known()) >= least:
-            for token in known:
-                self._step(token)
+            for known_token in known:
+                self._step(known_token)
             then += known
+        if self.error is not None:
+            return Verdict(error=self.error)
         ends = self._phase is Phase.ANSWER and self._matcher is not None and self._matcher.ended
-        return Verdict(ends, tuple(then), self.error)
+        return Verdict(ends, tuple(then)) if ends or then else GOES_ON
 
     def _known(self) -> Sequence[int]:
         """Return tokens that must follow."""
@@ -158,6 +187,12 @@ class Constraint:
             return  # the scheduler ends it
         if not matcher.accept(token):
             self.error = matcher.error or f"token {token} is not in the requested shape"
+
+    def check(self) -> str | None:
+        """Return the error that a batch of masks may have left."""
+        if self.error is None and self._matcher is not None and self._matcher.failed:
+            self.error = self._matcher.error
+        return self.error
 
     def fill(self, row: Row) -> None:
         """Write the tokens that may be sampled next into row int32 [W], a bit each; or set `error`."""

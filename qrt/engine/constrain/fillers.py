@@ -1,14 +1,14 @@
-"""Fillers: threads that fill masks, a row each, while the device computes."""
+"""Fillers: threads that fill masks one by one, beside those that are filled at once."""
 
 from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 
-LATE_S = 200e-6  # rows that take so much longer than the others are late
-LATE_SHARE = 8  # one of this many rows may be
+ROW_S = 100e-6  # a mask takes as long, rarely more
 MOST_THREADS = 8
 
 
@@ -18,7 +18,7 @@ def default_threads() -> int:
 
 
 class Work:
-    """One row's work: a function that runs in some thread.
+    """A function that runs in some thread.
 
     done      whether it has run
     error     what it raised
@@ -26,7 +26,7 @@ class Work:
 
     def __init__(self, run: Callable[[], None]) -> None:
         self._run = run
-        self.done = False
+        self._done = threading.Event()
         self.error: Exception | None = None
 
     def __call__(self) -> None:
@@ -35,57 +35,43 @@ class Work:
             self._run()
         except Exception as error:
             self.error = error
-        self.done = True
+        self._done.set()
+
+    @property
+    def done(self) -> bool:
+        """Whether it has run."""
+        return self._done.is_set()
+
+    def wait(self, seconds: float) -> None:
+        """Wait until it has run, at most for so long."""
+        self._done.wait(max(0.0, seconds))
 
 
 class Fillers:
-    """A few threads that run Works; they start with the first one and end with the process."""
+    """A few threads that run Works; they start with the first ones and end with the process."""
 
-    def __init__(self, threads: int | None = None) -> None:
-        self._count = threads or default_threads()
+    def __init__(self, late_s: float) -> None:
+        """Start with no threads; masks that take `late_s` longer than the others are late."""
+        self._late_s = late_s
+        self._most = default_threads()
         self._threads: list[threading.Thread] = []
-        self._queue: SimpleQueue[tuple[Work, _Left]] = SimpleQueue()
+        self._queue: SimpleQueue[Work] = SimpleQueue()
 
-    def run_most(self, works: Sequence[Work]) -> None:
-        """Run all and wait until only late ones are missing; those go on, and are not `done`."""
-        few = -(-len(works) // LATE_SHARE) if len(works) > 1 else 0
-        left = self._start(works, few)
-        left.wait(few)
-        if few and not all(work.done for work in works):
-            left.wait(0, LATE_S)
-
-    def _start(self, works: Sequence[Work], few: int) -> _Left:
-        while len(self._threads) < min(self._count, len(works)):
+    def start(self, work: Work) -> None:
+        """Run a work in some thread."""
+        if len(self._threads) < self._most:
             thread = threading.Thread(target=self._loop, name="qrt-masks", daemon=True)
             thread.start()
             self._threads.append(thread)
-        left = _Left(len(works), few)
+        self._queue.put(work)
+
+    def wait(self, works: Sequence[Work]) -> None:
+        """Wait until only late ones are missing: those that are not done a moment from now on."""
+        ends = time.perf_counter() + self._late_s + ROW_S * len(works)
         for work in works:
-            self._queue.put((work, left))
-        return left
+            if not work.done:
+                work.wait(ends - time.perf_counter())
 
     def _loop(self) -> None:
         while True:
-            work, left = self._queue.get()
-            work()
-            left.one_done()
-
-
-class _Left:
-    """Counts works that are not done, and tells the waiting thread of the last `few`."""
-
-    def __init__(self, count: int, few: int) -> None:
-        self._count = count
-        self._few = few
-        self._changed = threading.Condition()
-
-    def one_done(self) -> None:
-        with self._changed:
-            self._count -= 1
-            if self._count <= self._few:
-                self._changed.notify_all()
-
-    def wait(self, most: int, timeout: float | None = None) -> None:
-        """Wait until at most `most` are not done, or for `timeout` seconds."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._count <= most, timeout)
+            self._queue.get()()

@@ -22,18 +22,21 @@ class MaskBuffer:
     def __init__(self, rows: int, vocab_size: int, device: torch.device) -> None:
         self.masks = torch.zeros(rows, -(-vocab_size // 32), dtype=torch.int32, device=device)
         self.at = torch.full((rows,), -1, dtype=torch.int32, device=device)
+        self._next: tuple[Tensor, Tensor, torch.cuda.Event | None]
         self._host: list[tuple[Tensor, Tensor, torch.cuda.Event | None]] = []
         self._turn = 0
 
-    def send(self, masks: Sequence[tuple[int, NDArray[np.int32]]], samples: int) -> None:
-        """Send the masks int32 [W] of some of `samples` samples, by their index, without waiting."""
-        bits, at, sent = self._buffers()
+    def rows(self) -> NDArray[np.int32]:
+        """Return rows int32 [rows, W] of the host for the next masks, which `send` sends."""
+        self._next = self._buffers()
+        return self._next[0].numpy()
+
+    def send(self, indices: Sequence[int], samples: int) -> None:
+        """Send the first masks of `rows()`, those of `indices` among so many samples, without waiting."""
+        bits, at, sent = self._next
         at[:samples] = -1
-        places, rows = at.numpy(), bits.numpy()
-        for place, (index, mask) in enumerate(masks):
-            rows[place] = mask
-            places[index] = place
-        self.masks[: len(masks)].copy_(bits[: len(masks)], non_blocking=True)
+        at.numpy()[indices] = np.arange(len(indices), dtype=np.int32)
+        self.masks[: len(indices)].copy_(bits[: len(indices)], non_blocking=True)
         self.at[:samples].copy_(at[:samples], non_blocking=True)
         if sent is not None:
             sent.record()

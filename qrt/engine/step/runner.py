@@ -120,21 +120,23 @@ class Runner:
             return replace(self._forward(plan), host_s=time.perf_counter() - started)
 
     @torch.inference_mode()
-    def draw(
-        self, forwarded: Forwarded, masks: Sequence[tuple[int, NDArray[np.int32]]], skipped: Collection[int]
-    ) -> Launched:
-        """Sample the tokens of a step, some by masks int32 [W], named by their index into `plan.sampled`.
+    def draw(self, forwarded: Forwarded, masked: Sequence[int], skipped: Collection[int]) -> Launched:
+        """Sample the tokens of a step, those of the indices `masked` into `plan.sampled` by their masks.
 
-        What is sampled for the indices `skipped` does not count.
+        The masks are the first of `mask_rows()`. What is sampled for the indices `skipped` does not count.
         """
         with launches_on(self.table.device):
             started = time.perf_counter()
-            self.masks.send(masks, len(forwarded.plan.sampled))
+            self.masks.send(masked, len(forwarded.plan.sampled))
             launched = self._draw(forwarded, self.masks, skipped)
             if self.timeline is not None:
                 host_s = forwarded.host_s + time.perf_counter() - started
                 self._note(self.timeline, forwarded.plan, host_s)
             return launched
+
+    def mask_rows(self) -> NDArray[np.int32]:
+        """Return rows int32 [n, W] of the host, to be filled with the next masks for `draw`."""
+        return self.masks.rows()
 
     @cached_property
     def masks(self) -> MaskBuffer:

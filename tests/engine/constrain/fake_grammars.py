@@ -29,6 +29,11 @@ class FakeMatcher:
 
     def __init__(self, text: str) -> None:
         self.text, self.answer, self.error = text, [], None
+        self.fits = True
+
+    @property
+    def failed(self) -> bool:
+        return self.error is not None
 
     def accepts(self, token: int) -> bool:
         allowed, may_end = rule(self.text, self.answer)
@@ -65,6 +70,18 @@ class FakeMatcher:
 
     def rollback(self, n: int) -> None:
         del self.answer[len(self.answer) - n :]
+
+
+class FakeBatch:
+    """Takes the matchers one by one."""
+
+    def accept(self, matchers, tokens) -> None:
+        for matcher, token in zip(matchers, tokens, strict=True):
+            matcher.accept(token)
+
+    def fill(self, matchers, rows) -> None:
+        for matcher, row in zip(matchers, rows, strict=False):
+            matcher.fill(row)
 
 
 class FakeGrammars:

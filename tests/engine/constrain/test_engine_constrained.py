@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from fake_decoder import EOS, VOCAB, FakeDecoder, WindowedDecoder, fake_engine, next_logits, run, tokens
-from fake_grammars import FakeGrammars, rule
+from fake_grammars import FakeBatch, FakeGrammars, rule
 
 from qrt.engine.constrain import constraints
 from qrt.engine.schedule import admission, lookahead
@@ -22,7 +22,7 @@ MARKS = Thinking(end=(3, 4), start=(5,), budget=6, closing=(9, 3, 4))
 
 def engine_of(model=None, **settings):
     engine = fake_engine(model, **settings)
-    engine._constraints._load = FakeGrammars
+    engine._constraints._load, engine._constraints._batch = FakeGrammars, FakeBatch()
     return engine
 
 
@@ -96,7 +96,8 @@ def test_any_schedule_gives_the_answers_of_the_definition(seed, monkeypatch):
     slack = rng.choice([0, 3, 64])
     monkeypatch.setattr(admission, "expected_output", lambda done, most, conservative: done + slack)
     monkeypatch.setattr(lookahead, "GROW_TOKENS", rng.choice([1, 5]))
-    monkeypatch.setattr(constraints, "ROWS_PER_FORCED", rng.choice([1, 4]))
+    monkeypatch.setattr(constraints, "MOST_ROWS_FORCED", rng.choice([1, 4, 16]))
+    monkeypatch.setattr(constraints, "SLOW_S", rng.choice([-1.0, 10.0]))  # each mask alone, or together
     monkeypatch.setattr(constraints, "APPENDED_CONTEXT", rng.choice([20, 4096]))
     window = rng.random() < 0.3
     monkeypatch.setattr(windows, "MARGIN", 0)
@@ -143,24 +144,16 @@ def test_any_schedule_gives_the_answers_of_the_definition(seed, monkeypatch):
 
 def some_are_late(held, rng, monkeypatch):
     """Let masks be ready at random, as if their threads were slow."""
-    slow, fill = [], held.fill
+    waiting = []
 
-    def run_most(works):
-        for work in works:
-            if rng.random() < 0.8:
+    def wait(works):
+        for work in [*waiting]:
+            if rng.random() < 0.7:
+                waiting.remove(work)
                 work()
-            else:
-                slow.append(work)
 
-    def fill_later(*args):
-        for work in [*slow]:
-            if rng.random() < 0.5:
-                slow.remove(work)
-                work()
-        return fill(*args)
-
-    monkeypatch.setattr(held._fillers, "run_most", run_most)
-    monkeypatch.setattr(held, "fill", fill_later)
+    monkeypatch.setattr(held._fillers, "start", waiting.append)
+    monkeypatch.setattr(held._fillers, "wait", wait)
 
 
 @pytest.mark.parametrize("seed", range(2))

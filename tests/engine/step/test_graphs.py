@@ -215,6 +215,7 @@ class Recording(list):
     def install(self, monkeypatch):
         for name in ("graph_pool_handle", "synchronize", "CUDAGraph", "Stream"):
             monkeypatch.setattr(torch.cuda, name, lambda *args: None)
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
         monkeypatch.setattr(torch.cuda, "graph", self.graph)
 
     @contextmanager
