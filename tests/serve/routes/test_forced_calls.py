@@ -39,7 +39,7 @@ class Server(ThreadServer):
 
     def __init__(self, notation):
         super().__init__(kv="fp16", chat_template=TEMPLATE, tool_call_parser=notation)
-        script(self.engine, self.tokenizer, {"call": ANSWERS[notation], "text": "No."})
+        script(self.engine, self.tokenizer, {"call": ANSWERS[notation], "text": "No.", "json": ARGUMENTS})
         self.shapes, add = [], self.engine.add
 
         def watched(request_id, ids, params, **options):
@@ -142,7 +142,6 @@ def test_what_cannot_be_enforced_names_its_place(server):
 def test_parse_of_the_openai_client():
     """Its response_format is a model of pydantic, sent as a strict schema and read back."""
     with Server("hermes") as server:
-        script(server.engine, server.tokenizer, {"json": ARGUMENTS})
         asked = [{"role": "user", "content": "json"}]
         reply = server.client.chat.completions.parse(model="tiny", messages=asked, response_format=Weather)
         assert reply.choices[0].message.parsed == Weather(city="K\u00f6ln", days=2)
