@@ -119,7 +119,7 @@ def build(
     logger.info("%s; at most %d run at once", pool, limits.max_num_seqs)
     if logger.isEnabledFor(logging.DEBUG):
         _log_products(model, limits, sizes)
-    folder, width = config.model, model.arch.vocab_size
+    folder, width = config.tokenizer or config.model, model.arch.vocab_size
     grammars = (lambda: Grammars(Vocabulary.of(folder, width, eos))) if loads else None
     return Parts(config, generation, eos, limits, formats, pool, loaded.pooling, runner, grammars)
 

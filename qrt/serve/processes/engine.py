@@ -20,6 +20,7 @@ def serve(spec: Spec) -> None:
     """Load the model, then run the requests that come over the Spec's socket until SIGTERM."""
     eos = Tokenizer(spec.engine.tokenizer or spec.engine.model).eos_token_ids
     engine = Engine(spec.engine, eos_token_ids=eos)
+    engine.warm_up_grammars()
     router = Router(
         engine,
         model_name=spec.server.model_names[0],
