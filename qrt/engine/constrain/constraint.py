@@ -188,12 +188,6 @@ class Constraint:
         if not matcher.accept(token):
             self.error = matcher.error or f"token {token} is not in the requested shape"
 
-    def check(self) -> str | None:
-        """Return the error that a batch of masks may have left."""
-        if self.error is None and self._matcher is not None and self._matcher.failed:
-            self.error = self._matcher.error
-        return self.error
-
     def fill(self, row: Row) -> None:
         """Write the tokens that may be sampled next into row int32 [W], a bit each; or set `error`."""
         if self._phase is Phase.THINKING:

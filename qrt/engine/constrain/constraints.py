@@ -217,12 +217,21 @@ class Constraints:
         masks: NDArray[np.int32],
     ) -> Masks:
         """Fill masks int32 [n, W] of these rows of a plan, in order; requests without a length get none."""
-        named = [(i, plan.sampled[i].request_id) for i in indices]
-        found = [(i, self._masks[id]) for i, id in named if id in self._masks and length(id) is not None]
-        together = [(i, mask) for i, mask in found if not mask.slow and mask.constraint.plain is not None]
-        apart = [(i, mask) for i, mask in found if mask.slow or mask.constraint.plain is None]
+        together: list[tuple[int, _Mask, Matcher]] = []
+        apart: list[tuple[int, _Mask]] = []
+        for i in indices:
+            request_id = plan.sampled[i].request_id
+            mask = self._masks.get(request_id)
+            if mask is None or length(request_id) is None:
+                continue
+            matcher = None if mask.slow else mask.constraint.plain
+            if matcher is None:
+                apart.append((i, mask))
+            else:
+                together.append((i, mask, matcher))
         self._begin(apart)
-        rows, late, errors = self._together(together, masks), list[int](), dict[int, str]()
+        errors: dict[int, str] = {}
+        rows, late = self._together(together, masks, errors), list[int]()
         self._fillers.wait([mask.work for _, mask in apart if mask.work is not None])
         for i, mask in apart:
             work = mask.work
@@ -232,12 +241,12 @@ class Constraints:
                     errors[i] = f"its grammar took longer than {MASK_S:.0f} s for one token"
                 continue
             mask.work = None
-            if work is not None and work.error is not None:
-                errors[i] = str(work.error)
-            elif mask.constraint.error is None and mask.row is not None:
+            failed = mask.constraint.error if work is None or work.error is None else str(work.error)
+            if failed is not None:
+                errors[i] = failed
+            elif mask.row is not None:
                 masks[len(rows)] = mask.row
                 rows.append(i)
-        errors |= {i: mask.constraint.error for i, mask in found if mask.constraint.error is not None}
         return Masks(rows, late, errors)
 
     def _begin(self, apart: Sequence[tuple[int, _Mask]]) -> None:
@@ -248,19 +257,23 @@ class Constraints:
                 mask.work, mask.began = Work(mask.fill), time.monotonic()
                 self._fillers.start(mask.work)
 
-    def _together(self, rows: Sequence[tuple[int, _Mask]], masks: NDArray[np.int32]) -> list[int]:
+    def _together(
+        self, rows: Sequence[tuple[int, _Mask, Matcher]], masks: NDArray[np.int32], errors: dict[int, str]
+    ) -> list[int]:
         """Fill the masks of these rows at once; return the indices of those that have one."""
         if not rows:
             return []
-        matchers = [matcher for _, mask in rows if (matcher := mask.constraint.plain) is not None]
         start = time.perf_counter()
-        self._batch.fill(matchers, masks)
+        self._batch.fill([matcher for *_, matcher in rows], masks)
         # one of them may be slow: next time each is filled alone, and its own time counts
         slow = time.perf_counter() - start > SLOW_S + ROW_S * len(rows)
         good: list[int] = []
-        for place, (i, mask) in enumerate(rows):
+        for place, (i, mask, matcher) in enumerate(rows):
             mask.slow = slow
-            if mask.constraint.check() is None:
+            if matcher.failed:
+                errors[i] = str(matcher.error)
+                continue
+            if place > len(good):
                 masks[len(good)] = masks[place]
-                good.append(i)
+            good.append(i)
         return good
