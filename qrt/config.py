@@ -171,6 +171,7 @@ class EngineConfig:
         for name in ("pooler_config", "hf_overrides"):
             if not isinstance(getattr(self, name), dict | None):
                 raise ConfigError(f"{name}: expected a dictionary, got {getattr(self, name)!r:.80}")
+            object.__setattr__(self, name, getattr(self, name) or None)
         one_of("scheduling_policy", self.scheduling_policy, POLICIES)
         one_of("admission", self.admission, ADMISSIONS)
         at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
