@@ -121,7 +121,7 @@ def test_a_tokenizer_and_random_weights_need_no_weights(asking):
         "model.safetensors",
         "generation_config.json",
     }
-    config, _ = preflight(EngineConfig("org/tiny", load_format="dummy"))
+    config, *_ = preflight(EngineConfig("org/tiny", load_format="dummy"))
     assert config.model == str(folder) and not weights_asked(asking)
 
 
@@ -191,7 +191,9 @@ def test_a_folder_of_the_cache_is_known_again(asking, monkeypatch):
 
 def test_download_dir(asking, tmp_path):
     asking.repos["org/tiny"] = repo_of(TINY)
-    config, sizes = preflight(EngineConfig("org/tiny", revision="main", download_dir=str(tmp_path / "mine")))
+    config, sizes, _ = preflight(
+        EngineConfig("org/tiny", revision="main", download_dir=str(tmp_path / "mine"))
+    )
     assert (
         config.model.startswith(f"{tmp_path / 'mine'}/models--org--tiny/snapshots/") and sizes.num_layers == 6
     )
@@ -201,7 +203,7 @@ def test_download_dir(asking, tmp_path):
 def test_the_tokenizers_revision(asking):
     repo = asking.repos["org/tiny"] = repo_of(TINY)
     repo.tags["old"] = repo.commit
-    config, _ = preflight(EngineConfig("org/tiny", tokenizer_revision="old"))
+    config, *_ = preflight(EngineConfig("org/tiny", tokenizer_revision="old"))
     assert config.tokenizer == config.model
     with pytest.raises(CheckpointError, match="no revision 'new'"):
         preflight(EngineConfig("tiny", tokenizer="org/tiny", tokenizer_revision="new"))

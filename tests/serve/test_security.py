@@ -177,7 +177,9 @@ def test_log_probabilities_of_prompts_are_capped(client, untouched, monkeypatch,
     """Each completion's reply repeats them: a small request would be answered by gigabytes."""
     monkeypatch.setattr(service, "MAX_SCORES", 3 * 100 * 21)
     body = {"prompt": [5] * 100, "max_tokens": 1, "n": 4, **asked}
-    assert refused(client.post("/v1/completions", json=body)).endswith("log-probabilities per body, got 8400")
+    assert refused(client.post("/v1/completions", json=body)).endswith(
+        "numbers about prompts per body, got 8400"
+    )
 
 
 @pytest.mark.parametrize(
