@@ -44,7 +44,7 @@ class _Completion:
 class RequestCollector:
     """Collects the n completions of one prompt, each of which is a request in the engine.
 
-    answer              how the completions' texts are read; whoever knows sets it
+    answer              how the completions' texts are read; the caller that knows the model sets it
     thinking            what the engine must know of their thinking; likewise
     prompt_logprobs     log-probabilities of the prompt's tokens so far; None for the first token
     num_cached_tokens   prompt tokens found in the prefix cache

@@ -123,7 +123,7 @@ class Runner:
     def draw(self, forwarded: Forwarded, masked: Sequence[int], skipped: Collection[int]) -> Launched:
         """Sample the tokens of a step, those of the indices `masked` into `plan.sampled` by their masks.
 
-        The masks are the first of `mask_rows()`. What is sampled for the indices `skipped` does not count.
+        The masks are the first of `mask_rows()`. The tokens of the indices `skipped` are discarded.
         """
         with launches_on(self.table.device):
             started = time.perf_counter()
