@@ -1,0 +1,112 @@
+"""Peers: the ranks that run one model together, and what they exchange. Imports torch only."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from qrt.errors import ConfigError
+
+START_SECONDS = 1800  # time for the slowest rank to load its part and to compile
+EXACT_TOKENS = 4  # most tokens whose sums cross a GPU's link in fp32; those of more cross it in their dtype
+LOCAL = {  # nothing listens beyond this machine, and no NVLink multicast: a fault of it outlives the process
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # its watchdog would end a process whose peers compile
+}
+
+
+class Peers:
+    """One rank's view of the ranks of a model, one process each. All of them call the same methods in turn.
+
+    rank     this one's number
+    size     how many there are
+    device   where its tensors are
+    """
+
+    def __init__(self, rank: int, size: int, device: torch.device) -> None:
+        self.rank, self.size, self.device = rank, size, device
+
+    @classmethod
+    def join(cls, store: Path, rank: int, size: int, device: torch.device) -> Peers:
+        """Wait until all ranks have joined through the file `store`, and return this one's view.
+
+        ConfigError when the process has a torch.distributed group of its own.
+        """
+        if dist.is_initialized():
+            raise ConfigError(
+                "tensor_parallel_size: expected a process without torch.distributed, got one with a group; "
+                "load the model before, or in a process of its own"
+            )
+        for name, value in LOCAL.items():
+            os.environ.setdefault(name, value)
+        on_gpu = device.type == "cuda"
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+            store=dist.FileStore(str(store), size),
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=START_SECONDS),
+            device_id=device if on_gpu else None,
+        )
+        peers = cls(rank, size, device)
+        peers.sum(torch.zeros(1, 1, device=device))  # a communicator must exist before graphs are recorded
+        return peers
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Return the sum over all ranks of x [T, N], or of the shares fp32 [S, T, N], as [T, N].
+
+        All ranks get the same bits. A sum of shares comes in fp32.
+        """
+        if x.dim() == 3:
+            x = x.sum(0)
+        if x.device.type == "cpu":
+            parts = self._gathered(x)
+            total = parts[0].float()
+            for part in parts[1:]:
+                total = total + part.float()
+            return total.to(x.dtype)
+        total = x.float() if len(x) <= EXACT_TOKENS else x.contiguous()
+        dist.all_reduce(total)
+        return total.to(x.dtype)
+
+    def gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
+        """Return the columns of all ranks side by side; x [T, N] has `widths[rank]` of them."""
+        if len(set(widths)) == 1:
+            parts = self._gathered(x)
+        else:
+            padded = x.new_zeros(len(x), max(widths))
+            padded[:, : x.shape[1]] = x
+            parts = [part[:, :width] for part, width in zip(self._gathered(padded), widths, strict=True)]
+        return torch.cat(list(parts), dim=1)
+
+    def first(self, x: Tensor) -> Tensor:
+        """Give rank 0's x to all ranks, in place."""
+        dist.broadcast(x, 0)
+        return x
+
+    def each(self, number: int) -> list[int]:
+        """Return the number that each rank gives, in order; this waits on the host for all of them."""
+        mine = torch.tensor([number], dtype=torch.int64)
+        every = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(every, mine)
+        return [int(one) for one in every]
+
+    def close(self) -> None:
+        """Leave the group."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _gathered(self, x: Tensor) -> Sequence[Tensor]:
+        """Return x of each rank, all of one shape, in order."""
+        every = x.new_empty(self.size, *x.shape)
+        dist.all_gather_into_tensor(every, x.contiguous())
+        return every.unbind()
