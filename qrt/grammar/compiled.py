@@ -19,7 +19,7 @@ _starting = threading.Lock()  # the size of stacks is a setting of the whole pro
 
 
 class Grammars:
-    """The grammars of an engine. Many threads may use it.
+    """The grammars of an engine. Many threads may use it; its own end with it.
 
     Copies of a root share its lexer behind a lock: two masks of one root are never made at once, and each may
     wait for the other (measured: up to 15 ms beside an ambiguous grammar, 0.1 ms beside another root). So a
@@ -53,10 +53,6 @@ class Grammars:
 
     def _compiled(self, grammar: Grammar) -> Root:
         return Root(parser_of(grammar, self._vocabulary), self._vocabulary)
-
-    def close(self) -> None:
-        """End the threads; what waits is cancelled."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
 
 
 @dataclass

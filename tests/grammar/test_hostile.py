@@ -79,9 +79,7 @@ def checker():
 
 @pytest.fixture(scope="module")
 def engine():
-    found = Grammars(vocabulary())
-    yield found
-    found.close()
+    return Grammars(vocabulary())
 
 
 @pytest.mark.parametrize("name", HOSTILE)

@@ -1,5 +1,7 @@
 """Matchers of the tiny model's vocabulary: what is accepted, copied, taken back, and what an error does."""
 
+import gc
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -7,6 +9,7 @@ import pytest
 from grammar_walks import TINY, accepts, allowed, matcher_of, vocabulary
 from qrt.errors import ConfigError
 from qrt.grammar.check import Checker
+from qrt.grammar.compiled import Grammars
 from qrt.grammar.spec import Grammar, check_bounds
 from qrt.request.structured_outputs import StructuredOutputsParams
 
@@ -97,6 +100,20 @@ def test_copies_of_a_root_are_used_from_many_threads():
     with ThreadPoolExecutor(8) as threads:
         found = list(threads.map(masks, range(24)))
     assert all(each == masks(0) for each in found)
+
+
+def test_threads_end_with_their_grammars():
+    before = set(threading.enumerate())
+    grammars = Grammars(vocabulary())
+    mine = set(threading.enumerate()) - before
+    matcher = grammars.get(Grammar("regex", "ab")).result()
+    assert len(mine) == 2
+    del grammars
+    gc.collect()
+    for thread in mine:
+        thread.join(30)
+        assert not thread.is_alive()
+    assert matcher.accept(*TINY.encode("a", add_special_tokens=False))
 
 
 def test_rollback_and_copies_return_to_the_same_masks():

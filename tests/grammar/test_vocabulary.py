@@ -59,7 +59,6 @@ def test_texts_pass_and_are_forced_as_they_are_written(kind, tmp_path):
             assert token_id in bits(row) and matcher.accept(token_id), matcher.error
             written += found.library.decode_bytes([token_id])
         assert written == text.encode()
-    grammars.close()
 
 
 @pytest.mark.parametrize("width", [len(TINY.hf) + 1000, len(TINY.hf), len(TINY.hf) - 100])

@@ -91,6 +91,11 @@ class Constraint:
         return self._matcher if answers else None
 
     @property
+    def asks(self) -> bool:
+        """Whether the next mask depends on the grammar, which may be slow."""
+        return self._matcher is not None and self._phase in (Phase.START, Phase.ANSWER)
+
+    @property
     def plain(self) -> Matcher | None:
         """The matcher, if its mask alone says what may be sampled next, for `Batch.fill`; else None."""
         matcher = self._matcher

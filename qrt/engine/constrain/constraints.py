@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qrt.engine.constrain.constraint import GOES_ON, Constraint, Row, Rules
-from qrt.engine.constrain.fillers import ROW_S, Fillers, Work, default_threads
+from qrt.engine.constrain.fillers import ROW_S, Fillers, default_threads
 from qrt.engine.schedule.plan import Adjustment, Plan, Verdict
 from qrt.engine.schedule.request import ALL
 from qrt.errors import ConfigError
@@ -56,14 +56,15 @@ class _Mask:
     """A request's constraint, and its mask where that is filled alone.
 
     slow      whether its grammar may be slow, so that the others do not wait for it
-    row       int32 [W], filled by `work`, which began at `began`; None: it has none
+    row       int32 [W]; None: it has none
+    work      fills the row in a thread since `began`; None: it is filled
     """
 
     def __init__(self, constraint: Constraint) -> None:
         self.constraint = constraint
         self.slow = False
         self.row: Row | None = None
-        self.work: Work | None = None
+        self.work: Future[None] | None = None
         self.began = 0.0
 
     def fill(self) -> None:
@@ -75,7 +76,7 @@ class _Mask:
 
 
 class Constraints:
-    """Holds the constraints by request. One thread may call it; the fillers' threads work for it."""
+    """Holds the constraints by request. One thread may call it; its threads end with it."""
 
     def __init__(
         self,
@@ -235,27 +236,30 @@ class Constraints:
         self._fillers.wait([mask.work for _, mask in apart if mask.work is not None])
         for i, mask in apart:
             work = mask.work
-            if work is not None and not work.done:
+            if work is not None and not work.done():
                 late.append(i)
                 if time.monotonic() - mask.began > MASK_S:
                     errors[i] = f"its grammar took longer than {MASK_S:.0f} s for one token"
                 continue
             mask.work = None
-            failed = mask.constraint.error if work is None or work.error is None else str(work.error)
+            error = None if work is None else work.exception()
+            failed = mask.constraint.error if error is None else error
             if failed is not None:
-                errors[i] = failed
+                errors[i] = str(failed)
             elif mask.row is not None:
                 masks[len(rows)] = mask.row
                 rows.append(i)
         return Masks(rows, late, errors)
 
     def _begin(self, apart: Sequence[tuple[int, _Mask]]) -> None:
-        """Begin to fill the masks that are filled one by one, in threads."""
+        """Begin to fill the masks that are filled one by one, in threads if a grammar is asked."""
         for _, mask in apart:
             if mask.work is None and mask.row is None:
                 mask.row = np.zeros(self._width, np.int32)
-                mask.work, mask.began = Work(mask.fill), time.monotonic()
-                self._fillers.start(mask.work)
+                if mask.constraint.asks:
+                    mask.work, mask.began = self._fillers.start(mask.fill), time.monotonic()
+                else:
+                    mask.fill()
 
     def _together(
         self, rows: Sequence[tuple[int, _Mask, Matcher]], masks: NDArray[np.int32], errors: dict[int, str]

@@ -1,12 +1,15 @@
 """Requests with grammars and thinking among others, under random load, against the definition."""
 
+import gc
 import random
+import threading
+from concurrent.futures import Future
 from dataclasses import replace
 
 import pytest
 import torch
 from fake_decoder import EOS, VOCAB, FakeDecoder, WindowedDecoder, fake_engine, next_logits, run, tokens
-from fake_grammars import FakeBatch, FakeGrammars, rule
+from fake_grammars import FakeBatch, FakeGrammars, FakeMatcher, rule
 
 from qrt.engine.constrain import constraints
 from qrt.engine.schedule import admission, lookahead
@@ -144,16 +147,58 @@ def test_any_schedule_gives_the_answers_of_the_definition(seed, monkeypatch):
 
 def some_are_late(held, rng, monkeypatch):
     """Let masks be ready at random, as if their threads were slow."""
-    waiting = []
+    waiting = {}
 
-    def wait(works):
-        for work in [*waiting]:
+    def start(fill):
+        made = Future()
+        waiting[made] = fill
+        return made
+
+    def wait(masks):
+        for mask in [*waiting]:
             if rng.random() < 0.7:
-                waiting.remove(work)
-                work()
+                mask.set_result(waiting.pop(mask)())
 
-    monkeypatch.setattr(held._fillers, "start", waiting.append)
+    monkeypatch.setattr(held._fillers, "start", start)
     monkeypatch.setattr(held._fillers, "wait", wait)
+
+
+def test_threads_end_with_their_engine(monkeypatch):
+    monkeypatch.setattr(constraints, "SLOW_S", -1.0)  # each mask alone
+    before = set(threading.enumerate())
+    engine = engine_of()
+    engine.add("a", [1], replace(GREEDY, structured_outputs=shape(1, 9)))
+    run(engine)
+    mine = set(threading.enumerate()) - before
+    assert {thread.name.rpartition("_")[0] for thread in mine} == {"qrt-masks", "qrt-grammars"}
+    del engine
+    gc.collect()
+    for thread in mine:
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_errors_in_a_thread_end_the_request(late, monkeypatch):
+    monkeypatch.setattr(constraints, "SLOW_S", -1.0)
+    engine = engine_of()
+    if late:
+        some_are_late(engine._constraints, random.Random(0), monkeypatch)
+        monkeypatch.setattr(engine._constraints._fillers, "wait", lambda masks: None)
+        monkeypatch.setattr(constraints, "MASK_S", 0.0)
+    else:
+        monkeypatch.setattr(FakeMatcher, "fill", broken)
+    engine.add("shaped", [1], replace(GREEDY, structured_outputs=shape(1, 9), min_tokens=2))
+    engine.add("free", [1], GREEDY)
+    deltas = run(engine)
+    assert deltas["shaped"][-1].error == (
+        "its grammar took longer than 0 s for one token" if late else "broken"
+    )
+    assert tokens(deltas["free"]) == expected([1], GREEDY)[0]
+
+
+def broken(matcher, row):
+    raise ValueError("broken")
 
 
 @pytest.mark.parametrize("seed", range(2))
