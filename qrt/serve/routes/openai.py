@@ -135,8 +135,13 @@ async def completion_collectors(service: Service, body: CompletionRequest) -> li
     return collectors
 
 
-async def chat_collectors(service: Service, body: ChatCompletionRequest) -> list[RequestCollector]:
-    """Check the body, render its conversation with the chat template, tokenize it and make its collector."""
+async def chat_collectors(
+    service: Service, body: ChatCompletionRequest, *, capped: bool = False
+) -> list[RequestCollector]:
+    """Check the body, render its conversation with the chat template, tokenize it and make its collector.
+
+    A `max_tokens` beyond the context is an error, or with `capped` no more than what the context leaves.
+    """
     _check_body(service, body)
     if body.top_logprobs and not body.logprobs:
         raise ConfigError(
@@ -158,7 +163,7 @@ async def chat_collectors(service: Service, body: ChatCompletionRequest) -> list
     if format.has_hidden_marks(service.tokenizer):
         params = replace(params, skip_special_tokens=False)
     params = await service.with_checked_shape(params, body.shape_place or "tools")
-    _check_length(service, len(ids), max_tokens, name)
+    _check_length(service, len(ids), None if capped else max_tokens, name)
     collector = service.collector(text, ids, params, **body.engine_options())
     collector.answer = format
     collector.thinking = reasoning.thinking(params, bool(calls.names)) if reasoning else None

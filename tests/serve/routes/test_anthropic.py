@@ -120,6 +120,15 @@ def test_reasons_to_stop(client, more, reason, stopped, stream):
     assert (reply.stop_reason, reply.stop_sequence) == (reason, stopped)
 
 
+def test_an_answer_may_fill_the_context(server, client):
+    """litellm asks for 128,000 tokens, whatever the model."""
+    with client.messages.stream(**ask(" the" * 1990, max_tokens=128_000)) as running:
+        reply = running.get_final_message()
+    usage, most = reply.usage, server.service.client.info.max_model_len
+    assert usage.input_tokens + usage.cache_read_input_tokens + usage.output_tokens == most
+    assert reply.stop_reason == "model_context_window_exceeded"
+
+
 def test_counted_tokens_are_those_that_run(client):
     given = {"model": "tiny", "messages": ask("plain")["messages"], "system": "S", "tools": [TOOL]}
     usage = client.messages.create(**given, max_tokens=1).usage
@@ -163,7 +172,7 @@ def test_blocks_become_the_messages_of_a_chat(server, client):
         ({"max_tokens": None}, 400, "max_tokens"),
         ({"messages": []}, 400, "messages"),
         ({"model": "x"}, 404, "model"),
-        ({"max_tokens": 10**6}, 400, "max_tokens"),
+        ({"max_tokens": 2**31}, 400, "max_tokens"),
         ({"stop_sequences": ["x"] * 17}, 400, "stop_sequences"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, 501, "messages.0.content.0.type"),
         ({"messages": [{"role": "robot", "content": "x"}]}, 400, "messages.0.role"),

@@ -91,7 +91,9 @@ class MessageReply(PartsReply):
         """Return why the message has ended."""
         stopped = self.stop_reason if isinstance(self.stop_reason, str) else None
         if self.finish_reason == "length":
-            reason = "max_tokens"
+            limit = self.collector.params.max_tokens
+            reached = limit is None or self.collector.num_output_tokens >= limit
+            reason = "max_tokens" if reached else "model_context_window_exceeded"
         elif stopped is not None:
             reason = "stop_sequence"
         else:

@@ -26,7 +26,7 @@ def messages_routes(service: Service) -> APIRouter:
         arrived = time.monotonic()
         chat = body.chat(service.reasoning.format is not None)
         with naming(NAMES):
-            collectors = await chat_collectors(service, chat)
+            collectors = await chat_collectors(service, chat, capped=True)
         reply = MessageReply(body.model or service.model, chat, collectors[0], request.state.request_id)
         return await answer(service, request, chat, collectors, reply, arrived)
 
