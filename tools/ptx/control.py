@@ -176,7 +176,15 @@ def _reduce(grid: Grid, i: Instruction) -> Work:
     return reduce
 
 
+def _trap(grid: Grid, i: Instruction) -> Work:
+    def trap(lanes: Lanes) -> None:
+        raise Fault(f"{len(lanes)} threads trap")
+
+    return trap
+
+
 OPERATIONS = {
+    "trap": _trap,
     "bra": _jump, "brx": _jump_by_table, "ret": _end, "exit": _end, "bar": _barrier, "barrier": _barrier,
     "mbarrier": _mbarrier, "elect": _elect, "shfl": _shuffle, "vote": _vote, "redux": _reduce,
     "griddepcontrol": _other_kernels, "setmaxnreg": _nothing, "prefetch": _nothing, "createpolicy": _nothing,

@@ -147,7 +147,7 @@ class Grid:
         if operand.startswith("!"):
             inner = self.reader(operand[1:], kind)
             return lambda lanes: ~inner(lanes)
-        if special := re.fullmatch(r"%(tid|ctaid|nctaid|laneid)(?:\.([xyz]))?", operand):
+        if special := re.fullmatch(r"%(tid|ctaid|nctaid|laneid|globaltimer)(?:\.([xyz]))?", operand):
             return self._special(special[1], special[2] or "x", dtype)
         if operand.startswith("%"):
             array = self.register(operand)
@@ -164,6 +164,8 @@ class Grid:
     def _special(self, name: str, axis: str, dtype: np.dtype) -> Read:
         if name == "laneid":
             return lambda lanes: (lanes % 32).astype(dtype)
+        if name == "globaltimer":  # a turn takes a nanosecond
+            return lambda lanes: np.full(len(lanes), self._turns, dtype)
         d = "xyz".index(axis)
         if name == "nctaid":
             return lambda lanes: np.full(len(lanes), self.shape[d], dtype)

@@ -13,6 +13,7 @@ SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 90: 227 << 10}  # the most that a p
 SMS = 4  # of the GPU that is imitated
 _codes: dict[str, Code] = {}  # by the kernel's hash
 settings: dict[str, Any] = {}  # for every Grid: copies, seed
+reached: list[Any] = []  # tensors that kernels find by addresses in other tensors
 written: dict[tuple[int, int], Any] = {}  # `Tensors.left` of launches that may still run
 
 
@@ -81,6 +82,8 @@ def _execute(function: Any, kernel: Any, shape: Any, arguments: Any) -> None:
     tensors = Tensors()
     for name, kind in kernel.src.signature.items():
         _add(kind, bound[name], name, parameters, tensors)
+    for tensor in reached:
+        tensors.add(tensor.data_ptr(), tensor.nbytes, "reached")
     if kernel.hash not in _codes:
         _codes[kernel.hash] = parse(kernel.asm["ptx"])
     code, shape = _codes[kernel.hash], shape(bound) if callable(shape) else shape
