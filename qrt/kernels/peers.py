@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from qrt.errors import ConfigError
+from qrt.kernels.peer_memory import Memory
 
 START_SECONDS = 1800  # time for the slowest rank to load its part and to compile
 EXACT_TOKENS = 4  # most tokens whose sums cross a GPU's link in fp32; those of more cross it in their dtype
@@ -30,10 +31,12 @@ class Peers:
     rank     this one's number
     size     how many there are
     device   where its tensors are
+    memory   through which kernels exchange a few rows (`exchange.choose`); None: all goes by NCCL or gloo
     """
 
     def __init__(self, rank: int, size: int, device: torch.device) -> None:
         self.rank, self.size, self.device = rank, size, device
+        self.memory: Memory | None = None
 
     @classmethod
     def join(cls, store: Path, rank: int, size: int, device: torch.device) -> Peers:
@@ -61,6 +64,15 @@ class Peers:
         peers.sum(torch.zeros(1, 1, device=device))  # a communicator must exist before graphs are recorded
         return peers
 
+    def through(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return what an operator that adds the sum of x over all ranks takes as x and `peers`.
+
+        x is [T, K], or shares fp32 [S, T, K]. Where it does not fit the memory, the sum is taken here.
+        """
+        if self.memory is not None and self.memory.takes(x):
+            return x, self.memory.words
+        return self.sum(x), None
+
     def sum(self, x: Tensor) -> Tensor:
         """Return the sum over all ranks of x [T, N], or of the shares fp32 [S, T, N], as [T, N].
 
@@ -77,6 +89,12 @@ class Peers:
         total = x.float() if len(x) <= EXACT_TOKENS else x.contiguous()
         dist.all_reduce(total)
         return total.to(x.dtype)
+
+    def largest(self, x: Tensor) -> Tensor:
+        """Return the largest x int64 [T] of all ranks."""
+        largest = x.clone()
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return largest
 
     def gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
         """Return the columns of all ranks side by side; x [T, N] has `widths[rank]` of them."""

@@ -16,7 +16,9 @@ from qrt.kernels.linear.tiles import plans as tile_plans
 from qrt.kernels.linear.tiles.device import constants_of
 from qrt.kernels.linear.shared.places import Grouped, Places
 from qrt.kernels.linear.tiles.wide_kernel import wide_experts, wide_product
+from qrt.kernels.exchange.kernel import exchange_largest
 from qrt.kernels.layernorm.kernel import add_layernorm
+from qrt.kernels.peer_memory import Memory
 from qrt.kernels.rmsnorm.kernel import add_rmsnorm, embed_rmsnorm, rmsnorm
 from qrt.kernels.act_mul.kernel import act_mul, act_mul_int8
 from qrt.quant.tokens import QuantizedTokens
@@ -81,6 +83,11 @@ add_layernorm(*torch.empty(2, 9, 8192, dtype=BF16), *torch.empty(2, 8192, dtype=
 add_rmsnorm(torch.empty(9, 8192, dtype=FP16), torch.empty(2, 9, 8192), torch.empty(8192, dtype=FP16), 1e-5)
 table = torch.empty(99, 4096, dtype=BF16)
 embed_rmsnorm(torch.zeros(9, dtype=torch.int64), table, table[0], 1e-5)
+words = Memory.of([16, 32], 0, 16, 32768, table.device).words
+for tokens in (1, 9):
+    x, residual = torch.empty(2, tokens, 8192), torch.empty(tokens, 8192, dtype=BF16)
+    add_rmsnorm(residual, x, residual[0], 1e-5, None, 0.0, 1.0, words)
+exchange_largest(torch.zeros(9, dtype=torch.int64), words)
 act_mul(torch.empty(9, 28672, dtype=BF16), "silu")
 act_mul_int8(torch.empty(9, 28672, dtype=BF16), "silu")
 """
@@ -91,5 +98,5 @@ act_mul_int8(torch.empty(9, 28672, dtype=BF16), "silu")
 def test_dense_kernels_compile():
     assert compiled(CODE) == {
         "_fused": 5, "_wide": 10, "_dequantize": 4, "_quantize_tokens": 2, "multiply_rows": 2,
-        "_hopper_int8": 8, "_rmsnorm": 5, "_act_mul": 1, "_act_mul_int8": 1,
+        "_hopper_int8": 8, "_rmsnorm": 7, "_largest": 1, "_act_mul": 1, "_act_mul_int8": 1,
     }  # fmt: skip

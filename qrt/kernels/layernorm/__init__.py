@@ -2,8 +2,8 @@
 
 layernorm(x [..., K], weight [K] | None, bias [K] | None, eps) -> [..., K]
     leading dimensions may be strided, as q and k in qkv are
-add_layernorm(residual [T, K], x [T, K], weight, bias, eps, inner, inner_eps, scale) -> norm [T, K] of the sum
-    of `rmsnorm.add_normed`, which changes residual in place; x may be split sums, too
+add_layernorm(residual [T, K], x [T, K], weight, bias, eps, inner, inner_eps, scale, peers) -> norm [T, K] of
+    the sum of `rmsnorm.add_normed`, which changes residual in place; x may be split sums, or of several ranks
 add_layernorm_int8(the same) -> that norm as codes int8 [T, K], scale fp32 [T], by `affine.quantize_tokens`
 
 All is fp32 before the one rounding to x's dtype.

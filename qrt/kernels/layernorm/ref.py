@@ -28,9 +28,10 @@ def add_layernorm(
     inner: Tensor | None = None,
     inner_eps: float = 0.0,
     scale: float = 1.0,
+    peers: Tensor | None = None,
 ) -> Tensor:
     """Do `add_normed`, and return the norm of the sum."""
-    add_normed(residual, x, inner, inner_eps, scale)
+    add_normed(residual, x, inner, inner_eps, scale, peers)
     return layernorm(residual, weight, bias, eps)
 
 
@@ -43,8 +44,9 @@ def add_layernorm_int8(
     inner: Tensor | None = None,
     inner_eps: float = 0.0,
     scale: float = 1.0,
+    peers: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return `add_layernorm` as codes int8 [T, K] and scale fp32 [T]."""
-    y = add_layernorm(residual, x, weight, bias, eps, inner, inner_eps, scale)
+    y = add_layernorm(residual, x, weight, bias, eps, inner, inner_eps, scale, peers)
     codes, token_scale = affine.quantize_tokens(y)
     return codes, token_scale.squeeze(-1)

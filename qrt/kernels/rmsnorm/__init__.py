@@ -3,13 +3,15 @@
 rmsnorm(x [..., K], weight [K], eps) -> [..., K]     leading dimensions may be strided, as q and k in qkv are
 embed_rmsnorm(ids int64 [T], table [V, K], weight [K], eps, scale=1) -> rows table[ids] * scale [T, K], their
     norm [T, K]
-add_normed(residual [T, K], x [T, K], inner [K] | None, inner_eps, scale=1): residual += scale * x in place,
-    or with the norm of x, by the weight `inner`, in place of x
-add_rmsnorm(residual, x, weight [K], eps, inner, inner_eps, scale) -> norm [T, K] of the sum of `add_normed`
+add_normed(residual [T, K], x [T, K], inner [K] | None, inner_eps, scale=1, peers=None):
+    residual += scale * x in place, or with the norm of x, by the weight `inner`, in place of x
+add_rmsnorm(residual, x, weight [K], eps, inner, inner_eps, scale, peers) -> norm [T, K] of the sum of
+    `add_normed`
 add_rmsnorm_int8(the same) -> that norm as codes int8 [T, K], scale fp32 [T], by `affine.quantize_tokens`;
     without a weight, the sum itself
 
 x of the last three may also be fp32 [S, T, K]: then its sum over S, rounded to residual's dtype, is added.
+With `peers` (qrt.kernels.exchange) the sum of all ranks' x is added, in one launch.
 The norm of x and its product with scale are rounded to residual's dtype, too.
 
 Sums are fp32. The normalized row is rounded to x's dtype before it is multiplied by the weight, as in

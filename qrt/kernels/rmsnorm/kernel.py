@@ -12,8 +12,11 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
 from qrt.kernels.device import after_previous
+from qrt.kernels.exchange.device import exchanged, words_of
 from qrt.kernels.gpu import overlaps
 from qrt.kernels.launch import COMPILED, variant
+from qrt.kernels.peer_memory import ranks_of
+from qrt.kernels.peers import EXACT_TOKENS
 from qrt.kernels.sizes import cdiv, next_power_of_2
 from qrt.quant.device import GROUP, store_digits, token_codes, token_scale
 from qrt.quant.digits import Digits
@@ -54,18 +57,20 @@ def _normal(x, weight, eps, K: tl.constexpr, WIDE: tl.constexpr, ADDED: tl.const
 
 @triton.jit(do_not_specialize=["ROWS"])
 def _rmsnorm(  # noqa: C901 -- its branches are constants
-    X, IDS, RESIDUAL, WEIGHT, BIAS, INNER, Y, SCALES, ROWS, HEADS, token_stride, head_stride, residual_stride,
-    eps, inner_eps, factor,
+    X, IDS, RESIDUAL, WEIGHT, BIAS, INNER, Y, SCALES, PEERS, ROWS, HEADS, token_stride, head_stride,
+    residual_stride, eps, inner_eps, factor,
     K: tl.constexpr, SHARES: tl.constexpr, INT8: tl.constexpr, ROOM: tl.constexpr, ASM: tl.constexpr,
-    CENTRED: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_K: tl.constexpr, launch_pdl: tl.constexpr,
+    CENTRED: tl.constexpr, RANKS: tl.constexpr, WIDE: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    BLOCK_K: tl.constexpr, launch_pdl: tl.constexpr,
 ):  # fmt: skip
     """Grid (cdiv(ROWS, BLOCK_ROWS),): row r is head r % HEADS of token t = r // HEADS.
 
-    The token's row in X is t, or IDS[t] if there are IDS. With SHARES, X [SHARES, ROWS, K] is summed first.
-    With INNER, its norm with this weight takes the place of the row; with a factor, that times the factor.
-    With IDS, RESIDUAL receives the row; without, the row is added to it. Without a WEIGHT the sum is not
-    normalized, unless CENTRED: then the norm is LayerNorm, with WEIGHT and BIAS if they are there. Y may be
-    absent. With INT8, it takes codes. With ROOM above 0, Y and SCALES are the tensors of `Digits`.
+    The token's row in X is t, or IDS[t] if there are IDS. With SHARES, X [SHARES, ROWS, K] is summed first,
+    with PEERS over RANKS ranks too, which see each other's sums in fp32 if WIDE. With INNER, its norm with
+    this weight takes the place of the row; with a factor, that times the factor. With IDS, RESIDUAL receives
+    the row; without, the row is added to it. Without a WEIGHT the sum is not normalized, unless CENTRED: then
+    the norm is LayerNorm, with WEIGHT and BIAS if they are there. Y may be absent. With INT8, it takes codes.
+    With ROOM above 0, Y and SCALES are the tensors of `Digits`.
     """
     row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     k = tl.arange(0, BLOCK_K)
@@ -76,6 +81,8 @@ def _rmsnorm(  # noqa: C901 -- its branches are constants
         bias = tl.load(BIAS + k, mask=k < K, other=0.0).to(tl.float32)
     if INNER is not None:
         inner = tl.load(INNER + k, mask=k < K, other=0.0).to(tl.float32)
+    if PEERS is not None:
+        words = words_of(PEERS, RANKS)
     if launch_pdl and IDS is not None:  # begins a step: no later kernel starts before `token_inputs` is done
         gdc_wait()
     after_previous(launch_pdl)
@@ -87,8 +94,11 @@ def _rmsnorm(  # noqa: C901 -- its branches are constants
     for s in tl.static_range(1, SHARES):
         share = X + tl.cast(ROWS, tl.int64) * (s * K)
         x += tl.load(share + start[:, None] + k[None, :], mask=inside, other=0.0)
-    if SHARES > 0:
-        x = x.to(RESIDUAL.dtype.element_ty)
+    DTYPE: tl.constexpr = Y.dtype.element_ty if RESIDUAL is None else RESIDUAL.dtype.element_ty
+    if PEERS is not None:
+        x = exchanged(x, words, row, k, inside, RANKS, tl.float32 if WIDE else DTYPE, ASM)
+    if SHARES > 0 or PEERS is not None:
+        x = x.to(DTYPE)
     if INNER is not None:
         x = _normal(x, inner, inner_eps, K, INNER.dtype.element_ty == tl.float32, True, ASM)
     if factor is not None:
@@ -126,7 +136,7 @@ def _launch(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, y: Tensor | None,
     scale: Tensor | None = None, ids: Tensor | None = None, inner: Tensor | None = None,
     inner_eps: float = 0.0, factor: float = 1.0, shares: int = 0, room: int = 0, centred: bool = False,
-    bias: Tensor | None = None,
+    bias: Tensor | None = None, peers: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Write the norm of x [T, H, K] or [T, K], whose rows are dense, to the dense y.
 
@@ -140,6 +150,7 @@ def _launch(
     shares     the number S of fp32 [T, K] that x [S, T, K] holds; 0 if x has no shares
     room       the padded token count of `Digits`, of which y and scale are the tensors; 0 for none
     centred    the norm is LayerNorm, with this weight and bias [K] if they are there
+    peers      the words of the ranks' memory, through which x is summed over them
     """
     if x.dim() == 3 and not shares:
         (tokens, heads, k), (token_stride, head_stride, _) = x.shape, x.stride()
@@ -155,11 +166,12 @@ def _launch(
     warps = (32 if room else 16) if block_k > _BLOCK_ELEMENTS else max(1, block_rows * block_k // 256)
     kernel = variant(
         _rmsnorm, K=k, SHARES=shares, INT8=scale is not None, ROOM=room, ASM=COMPILED, CENTRED=centred,
+        RANKS=ranks_of(peers), WIDE=peers is not None and x.dtype == torch.float32 and rows <= EXACT_TOKENS,
         BLOCK_ROWS=block_rows, BLOCK_K=block_k, num_warps=warps, launch_pdl=overlaps(x.device),
     )  # fmt: skip
     kernel.launch(
-        (cdiv(rows, block_rows),), x, ids, residual, weight, bias, inner, y, scale, rows, heads, token_stride,
-        head_stride, 0 if residual is None else residual.stride(0),
+        (cdiv(rows, block_rows),), x, ids, residual, weight, bias, inner, y, scale, peers, rows, heads,
+        token_stride, head_stride, 0 if residual is None else residual.stride(0),
         eps if centred or weight is not None else None, None if inner is None else inner_eps,
         None if factor == 1.0 else factor,
     )  # fmt: skip
@@ -194,51 +206,64 @@ def embed_rmsnorm(
 
 
 def add_normed(
-    residual: Tensor, x: Tensor, inner: Tensor | None = None, inner_eps: float = 0.0, scale: float = 1.0
-) -> None:
+    residual: Tensor, x: Tensor, inner: Tensor | None = None, inner_eps: float = 0.0, scale: float = 1.0,
+    peers: Tensor | None = None,
+) -> None:  # fmt: skip
     """Run `qrt::add_normed` on CUDA tensors."""
-    launch_add(residual, x, None, 0.0, None, None, (inner, inner_eps, scale))
+    launch_add(residual, x, None, 0.0, None, None, (inner, inner_eps, scale, peers))
 
 
 def add_rmsnorm(
     residual: Tensor, x: Tensor, weight: Tensor, eps: float, inner: Tensor | None = None,
-    inner_eps: float = 0.0, scale: float = 1.0,
+    inner_eps: float = 0.0, scale: float = 1.0, peers: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Run `qrt::add_rmsnorm` on CUDA tensors."""
     y = torch.empty(residual.shape, dtype=residual.dtype, device=x.device)
-    launch_add(residual, x, weight, eps, y, None, (inner, inner_eps, scale))
+    launch_add(residual, x, weight, eps, y, None, (inner, inner_eps, scale, peers))
     return y
 
 
 def add_rmsnorm_int8(
     residual: Tensor, x: Tensor, weight: Tensor | None, eps: float, inner: Tensor | None = None,
-    inner_eps: float = 0.0, scale: float = 1.0,
+    inner_eps: float = 0.0, scale: float = 1.0, peers: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Run `qrt::add_rmsnorm_int8` on CUDA tensors."""
     codes = torch.empty(residual.shape, dtype=torch.int8, device=x.device)
     token_scale = torch.empty(residual.shape[0], dtype=torch.float32, device=x.device)
-    launch_add(residual, x, weight, eps, codes, token_scale, (inner, inner_eps, scale))
+    launch_add(residual, x, weight, eps, codes, token_scale, (inner, inner_eps, scale, peers))
     return codes, token_scale
 
 
 def add_rmsnorm_digits(
     residual: Tensor, x: Tensor, weight: Tensor | None, eps: float, room: int, inner: Tensor | None = None,
-    scale: float = 1.0,
+    scale: float = 1.0, peers: Tensor | None = None,
 ) -> Digits:  # fmt: skip
     """Return `add_rmsnorm` as `Digits`, for T <= room tokens in bf16, with K a multiple of a group."""
     digits = Digits.empty(*residual.shape, room, x.device)
-    launch_add(residual, x, weight, eps, digits.codes, digits.facts, (inner, eps, scale), room)
+    launch_add(residual, x, weight, eps, digits.codes, digits.facts, (inner, eps, scale, peers), room)
     return digits
 
 
 def launch_add(
     residual: Tensor, x: Tensor, weight: Tensor | None, eps: float, y: Tensor | None,
-    token_scale: Tensor | None, added: tuple[Tensor | None, float, float], room: int = 0, *,
+    token_scale: Tensor | None, added: tuple[Tensor | None, float, float, Tensor | None], room: int = 0, *,
     centred: bool = False, bias: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Launch with a residual; x is [T, K], or its shares fp32 [S, T, K]. `added`: inner, inner_eps, scale."""
-    shares, (inner, inner_eps, factor) = x.shape[0] if x.dim() == 3 else 0, added
+    """Launch with a residual; x is [T, K], or its shares fp32 [S, T, K].
+
+    `added` is inner, inner_eps, scale and peers of the operators.
+    """
+    inner, inner_eps, factor, peers = added
     _launch(
         x.contiguous(), residual, weight, eps, y, token_scale, inner=inner, inner_eps=inner_eps,
-        factor=factor, shares=shares, room=room, centred=centred, bias=bias,
+        factor=factor, shares=_shares(x), room=room, centred=centred, bias=bias, peers=peers,
     )  # fmt: skip
+
+
+def launch_sum(x: Tensor, y: Tensor, peers: Tensor) -> None:
+    """Write the sum of x [T, K], or of its shares fp32 [S, T, K], over all ranks to y [T, K]."""
+    _launch(x.contiguous(), None, None, 0.0, y, shares=_shares(x), peers=peers)
+
+
+def _shares(x: Tensor) -> int:
+    return x.shape[0] if x.dim() == 3 else 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from qrt.kernels.exchange.ref import exchange_sum
 from qrt.quant import affine
 
 
@@ -28,13 +29,21 @@ def embed_rmsnorm(
 
 
 def add_normed(
-    residual: Tensor, x: Tensor, inner: Tensor | None = None, inner_eps: float = 0.0, scale: float = 1.0
+    residual: Tensor,
+    x: Tensor,
+    inner: Tensor | None = None,
+    inner_eps: float = 0.0,
+    scale: float = 1.0,
+    peers: Tensor | None = None,
 ) -> None:
     """Add x, or if there is `inner` its norm with this weight, times scale to residual in place.
 
-    x is [T, K], or fp32 [S, T, K], whose sum over S is rounded to residual's dtype first.
+    x is [T, K], or fp32 [S, T, K], whose sum over S, and over the ranks that `peers` names, is rounded to
+    residual's dtype first.
     """
-    if x.dim() == 3:
+    if peers is not None:
+        x = exchange_sum(x, peers, residual.dtype)
+    elif x.dim() == 3:
         x = x.sum(0).to(residual.dtype)
     if inner is not None:
         x = rmsnorm(x, inner, inner_eps)
@@ -49,9 +58,10 @@ def add_rmsnorm(
     inner: Tensor | None = None,
     inner_eps: float = 0.0,
     scale: float = 1.0,
+    peers: Tensor | None = None,
 ) -> Tensor:
     """Do `add_normed`, and return the norm of the sum."""
-    add_normed(residual, x, inner, inner_eps, scale)
+    add_normed(residual, x, inner, inner_eps, scale, peers)
     return rmsnorm(residual, weight, eps)
 
 
@@ -63,9 +73,10 @@ def add_rmsnorm_int8(
     inner: Tensor | None = None,
     inner_eps: float = 0.0,
     scale: float = 1.0,
+    peers: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return `add_rmsnorm`, or without a weight the sum, as codes int8 [T, K] and scale fp32 [T]."""
-    add_normed(residual, x, inner, inner_eps, scale)
+    add_normed(residual, x, inner, inner_eps, scale, peers)
     y = residual if weight is None else rmsnorm(residual, weight, eps)
     codes, token_scale = affine.quantize_tokens(y)
     return codes, token_scale.squeeze(-1)

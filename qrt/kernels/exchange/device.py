@@ -1,0 +1,130 @@
+"""Device code of the exchange: rows go straight into the memory of the other ranks (`peer_memory`).
+
+A row has a place of its own for each source rank, in two copies that are used in turn. How often the row has
+been exchanged says which copy; every rank counts it in its own memory, so that a CUDA graph can be replayed.
+No flag and no fence says that a row is there: a place holds a value that no row has, EMPTY, until its element
+arrives, and the reader puts it back. A place is written again only when its owner has sent that row once
+more, in a later launch than the one that emptied it. So no rank overtakes a reader, whatever is exchanged in
+whatever order, as long as all ranks exchange the same rows.
+"""
+
+import triton
+import triton.language as tl
+
+from qrt.kernels import peer_memory
+
+_PATIENCE = tl.constexpr(peer_memory.PATIENCE)
+_RANK = tl.constexpr(peer_memory.RANK)
+_ROWS = tl.constexpr(peer_memory.ROWS)
+_ROW_BYTES = tl.constexpr(peer_memory.ROW_BYTES)
+_BLOCKS = tl.constexpr(peer_memory.BLOCKS)
+
+
+@triton.jit
+def words_of(PEERS, RANKS: tl.constexpr):
+    """Return `Memory.words` as a tuple. No kernel writes them, so they are read before `after_previous`."""
+    words = (tl.load(PEERS),)
+    for i in tl.static_range(1, _BLOCKS + RANKS):
+        words = words + (tl.load(PEERS + i),)
+    return words
+
+
+@triton.jit
+def exchanged(x, words, row, k, inside, RANKS: tl.constexpr, WIRE: tl.constexpr, ASM: tl.constexpr):
+    """Return the sum over all ranks of x [M, N] fp32, in fp32; each rank's x is rounded to WIRE first.
+
+    It holds the rows `row` [M] of a step, and their columns k [N]. The sum is taken in the order of the
+    ranks, so all of them get the same bits.
+    """
+    WORD: tl.constexpr = tl.int32 if WIRE == tl.float32 else tl.int16
+    bits = x.to(WIRE).to(WORD, bitcast=True)
+    bits = tl.where(bits == empty(WORD), tl.zeros_like(bits), bits)  # -0, or in fp32 a number next to it
+    live = tl.max(inside.to(tl.int32), 1) > 0
+    turn = turn_of(words, row, live, RANKS)
+    push(bits, words, turn, row, k, inside, RANKS)
+    total = tl.zeros(x.shape, tl.float32)
+    for source in tl.static_range(RANKS):
+        if source == words[_RANK]:
+            total += bits.to(WIRE, bitcast=True).to(tl.float32)
+        else:
+            come = take(bits, words, turn, source, row, k, inside, RANKS, ASM)
+            total += come.to(WIRE, bitcast=True).to(tl.float32)
+    end_turn(words, turn, row, live, RANKS)
+    return total
+
+
+@triton.jit
+def empty(WORD: tl.constexpr):
+    """Return what a place holds before its element is there, 0x8000 in every 16 bits."""
+    if WORD == tl.int64:
+        return tl.full((), -0x7FFF7FFF7FFF8000, tl.int64)
+    elif WORD == tl.int32:
+        return tl.full((), -0x7FFF8000, tl.int32)
+    else:
+        return tl.full((), -0x8000, tl.int16)
+
+
+@triton.jit
+def turn_of(words, row, live, RANKS: tl.constexpr):
+    """Return how often each row [M] has been exchanged before."""
+    return tl.load(_counts(words, RANKS) + row, mask=live, other=0)
+
+
+@triton.jit
+def end_turn(words, turn, row, live, RANKS: tl.constexpr):
+    """Count an exchange of each row [M]."""
+    tl.store(_counts(words, RANKS) + row, turn + 1, mask=live)
+
+
+@triton.jit
+def push(bits, words, turn, row, k, inside, RANKS: tl.constexpr):
+    """Write the integers bits [M, N] into this rank's places in the memory of all others."""
+    for other in tl.static_range(1, RANKS):
+        block = words[_BLOCKS + other]
+        tl.store(place_of(block, words, turn, words[_RANK], row, k, bits.dtype, RANKS), bits, mask=inside)
+    tl.debug_barrier()  # none of them is left for after the wait
+
+
+@triton.jit
+def take(like, words, turn, source, row, k, inside, RANKS: tl.constexpr, ASM: tl.constexpr):
+    """Wait for what `source`, another rank, has written for this one, return it [M, N], and empty the place.
+
+    `like` has its shape and type. A program that waits longer than the words allow ends the process: trap.
+    """
+    nothing = empty(like.dtype)
+    place = place_of(words[_BLOCKS], words, turn, source, row, k, like.dtype, RANKS)
+    bits = tl.load(place, mask=inside, other=0, volatile=True)
+    started = tl.zeros((), tl.int64)
+    while tl.max(tl.max((bits == nothing).to(tl.int32), 1), 0) > 0:
+        if ASM:
+            started = _patient(started, words[_PATIENCE])
+        bits = tl.load(place, mask=inside, other=0, volatile=True)
+    tl.debug_barrier()  # all threads have their copy of what small rows have many of
+    tl.store(place, tl.zeros_like(bits) + nothing, mask=inside)
+    return bits
+
+
+@triton.jit
+def _patient(started, patience):
+    """Return when the wait began, in ns; trap once it has lasted longer than `patience` ns."""
+    return tl.inline_asm_elementwise(
+        """{ .reg .b64 t; .reg .pred p; mov.u64 t, %globaltimer;
+        setp.eq.u64 p, $1, 0; selp.b64 $0, t, $1, p;
+        sub.u64 t, t, $0; setp.gt.u64 p, t, $2; @p trap; }""",
+        "=&l,l,l", [started, patience], dtype=tl.int64, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def place_of(block, words, turn, source, row, k, WORD: tl.constexpr, RANKS: tl.constexpr):
+    """Return pointers [M, N] to what `source` writes into a rank's block: columns k [N] of rows `row` [M]."""
+    start = block + (((turn & 1) * RANKS + source) * words[_ROWS] + row) * words[_ROW_BYTES]
+    start = tl.multiple_of(start.to(tl.pointer_type(WORD)), [16])  # so that 16 bytes are written at a time
+    return start[:, None] + k[None, :]
+
+
+@triton.jit
+def _counts(words, RANKS: tl.constexpr):
+    """Return a pointer to the counts int32 of this rank's rows, behind its places."""
+    places = 2 * RANKS * words[_ROWS] * words[_ROW_BYTES]
+    return (words[_BLOCKS] + places).to(tl.pointer_type(tl.int32))

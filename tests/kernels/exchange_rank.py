@@ -1,0 +1,148 @@
+"""A rank of the exchange's tests on several GPUs: python exchange_rank.py WHAT STORE RANK SIZE."""
+
+import os
+import random
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from qrt.kernels.exchange import exchange_sum, largest
+from qrt.kernels.exchange.choose import choose
+from qrt.kernels.peers import Peers
+from qrt.kernels.rmsnorm import add_rmsnorm, add_rmsnorm_int8
+from qrt.kernels.rmsnorm.kernel import add_rmsnorm_digits
+
+WIDTH, EPS = 8192, 1e-5
+BF16 = torch.bfloat16
+
+
+def everyones(peers: Peers, shape: tuple[int, ...], number: int) -> list[torch.Tensor]:
+    """What each rank has, fp32; all ranks can make it."""
+    made = [torch.Generator(peers.device).manual_seed(1000 * number + rank) for rank in range(peers.size)]
+    return [torch.randn(shape, generator=one, device=peers.device) for one in made]
+
+
+def same(peers: Peers, *results: torch.Tensor) -> None:
+    """Assert that all ranks have the same bits."""
+    for result in results:
+        bits = result.contiguous().view(torch.uint8).long()
+        weights = torch.arange(bits.numel(), device=bits.device).view(bits.shape) % 8191 + 1
+        sums = peers.each(int((bits * weights).sum()))
+        assert len(set(sums)) == 1, sums
+
+
+def check(peers: Peers) -> None:
+    """Every form against fp64, and its bits on all ranks."""
+    words = peers.memory.words
+    weight = torch.rand(WIDTH, device=peers.device).add(0.5).to(BF16)
+    peers.first(weight)
+    for number, tokens in enumerate((1, 2, 4, 5, 16, 33, peers.memory.rows) * 2):
+        for shares in (0, 3):
+            xs = everyones(peers, (shares, tokens, WIDTH) if shares else (tokens, WIDTH), number)
+            xs = xs if shares else [x.to(BF16) for x in xs]
+            mine = xs[peers.rank]
+            before = everyones(peers, (tokens, WIDTH), 77)[0].to(BF16)
+            total = sum((x.sum(0) if shares else x).double() for x in xs)
+            exact = before.double() + total
+            bound = 2**-7 * (exact.abs() + peers.size * 8)
+            residuals = [before.clone() for _ in range(3)]
+            y = add_rmsnorm(residuals[0], mine, weight, EPS, None, 0.0, 1.0, words)
+            codes, scale = add_rmsnorm_int8(residuals[1], mine, weight, EPS, None, 0.0, 1.0, words)
+            alone = exchange_sum(mine, words, BF16)
+            results = [*residuals[:2], y, codes, scale, alone]
+            if tokens <= 16:
+                digits = add_rmsnorm_digits(residuals[2], mine, weight, EPS, 16, None, 1.0, words)
+                normal = digits.read()
+                assert ((normal - y).abs() <= 2**-7 * y.abs() + 1e-3 * normal.abs().amax()).all()
+                results += [residuals[2], normal]
+            for residual in residuals[: 2 + (tokens <= 16)]:
+                assert ((residual.double() - exact).abs() <= bound).all()
+            assert ((alone.double() - total).abs() <= bound).all()
+            wide = residuals[0].double()
+            want = wide * (wide.square().mean(-1, keepdim=True) + EPS).rsqrt() * weight.double()
+            assert ((y.double() - want).abs() <= 2**-7 * want.abs() + 1e-6).all()
+            assert ((codes * scale[:, None]).double() - want).abs().max() <= 0.02 * want.abs().max()
+            same(peers, *results)
+    for tokens in (1, 31, 32, 100, peers.memory.rows, 1000):
+        numbers = [torch.randint(-(2**62), 2**62, (tokens,), generator=torch.Generator().manual_seed(r))
+                   & ~(1 << 31) for r in range(peers.size)]  # fmt: skip
+        got = largest(numbers[peers.rank].to(peers.device), peers)
+        assert torch.equal(got.cpu(), torch.stack(numbers).amax(0))
+
+
+def soak(peers: Peers, launches: int = 100_000) -> None:
+    """Replay a graph of exchanges of several sizes, while each host sleeps as it likes."""
+    words, sizes = peers.memory.words, (1, 7, 64, 2, 16, 1, 33, 5)
+    weight = torch.ones(WIDTH, device=peers.device, dtype=BF16)
+    xs = [[x.to(BF16) for x in everyones(peers, (tokens, WIDTH), tokens)] for tokens in sizes]
+    residuals = [torch.zeros(tokens, WIDTH, device=peers.device, dtype=BF16) for tokens in sizes]
+    word = torch.zeros(64, dtype=torch.int64, device=peers.device)
+    results = []
+
+    def step() -> None:
+        word.add_(peers.rank + 1)
+        for residual, x in zip(residuals, xs, strict=True):
+            residual.mul_(0.5)
+            results.append(add_rmsnorm(residual, x[peers.rank], weight, EPS, None, 0.0, 1.0, words))
+        word.copy_(largest(word, peers))
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    results.clear()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for _ in range(10):
+            step()
+    dice = random.Random(peers.rank)
+    each = 10 * (len(sizes) + 1)
+    for replay in range(-(-launches // each)):
+        graph.replay()
+        if dice.random() < 0.1:
+            time.sleep(dice.random() * 5e-3)
+        if replay % 12 == 0:
+            same(peers, *residuals, word)
+    same(peers, *residuals, *results, word)
+    for residual, x in zip(residuals, xs, strict=True):  # r = r / 2 + x in the end: r = 2 x
+        want = 2 * sum(one.double() for one in x)
+        assert ((residual.double() - want).abs() <= 2**-5 * (want.abs() + 4)).all()
+
+
+def stop(peers: Peers) -> None:
+    """The last rank stops: the others end within the time that they are told."""
+    weight = torch.ones(WIDTH, device=peers.device, dtype=BF16)
+    x, residual = (torch.ones(3, WIDTH, device=peers.device, dtype=BF16) for _ in range(2))
+    add_rmsnorm(residual, x, weight, EPS, None, 0.0, 1.0, peers.memory.words)
+    peers.memory.wait(2.0)
+    torch.cuda.synchronize()
+    peers.each(0)
+    if peers.rank == peers.size - 1:
+        time.sleep(8)
+        os._exit(0)
+    began = time.monotonic()
+    try:
+        add_rmsnorm(residual, x, weight, EPS, None, 0.0, 1.0, peers.memory.words)
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        seconds = time.monotonic() - began
+        print(f"stopped after {seconds:.2f} s: {str(error).splitlines()[0]}", flush=True)
+        os._exit(3 if 1.5 < seconds < 6 else 4)
+    os._exit(5)
+
+
+def main(what: str, store: str, rank: int, size: int) -> None:
+    """Run one of the tests as this rank."""
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    peers = Peers.join(Path(store), rank, size, device)
+    with torch.inference_mode():
+        peers.memory = choose(peers, WIDTH, "peer", BF16)
+        {"check": check, "soak": soak, "stop": stop}[what](peers)
+        torch.cuda.synchronize()
+    peers.each(0)
+    print("done", flush=True)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))

@@ -1,0 +1,326 @@
+"""The exchange between ranks: its protocol, and its kernels on ranks whose memory is all here."""
+
+import os
+import signal
+import time
+from collections import deque
+
+import pytest
+import torch
+import torch.distributed as dist
+from operators import check_operator
+
+from backends import COMPILED, GPU, PTX
+from ptx import launch
+from ptx.values import Fault
+from qrt.kernels import peer_memory
+from qrt.kernels.exchange import kernel as exchange
+from qrt.kernels.exchange import largest, ref
+from qrt.kernels.peer_memory import EMPTY, Memory, block_bytes, places_bytes, row_bytes_for, rows_for
+from qrt.kernels.peers import EXACT_TOKENS, Peers
+from qrt.kernels.rmsnorm import kernel
+from qrt.kernels.rmsnorm import ref as rmsnorm_ref
+from qrt.quant import affine
+
+ROWS, EPS = 8, 1e-5
+
+
+class Ranks:
+    """Ranks whose blocks are tensors of this process, `shared` with others if asked for."""
+
+    def __init__(self, size, width, device, shared=False):
+        self.size, self.row_bytes = size, row_bytes_for(width)
+        words = block_bytes(size, ROWS, self.row_bytes) // 4
+        blocks = [torch.full((words,), EMPTY, dtype=torch.int32, device=device) for _ in range(size)]
+        self.blocks = [block.share_memory_() for block in blocks] if shared else blocks
+        launch.reached[:] = self.blocks
+        self.counts = [block[-ROWS:] for block in self.blocks]
+        self.places = [block[:-ROWS].view(2, size, ROWS, -1) for block in self.blocks]
+        for counts in self.counts:
+            counts.zero_()
+        addresses = [block.data_ptr() for block in self.blocks]
+        self.memories = [Memory.of(addresses, rank, ROWS, self.row_bytes, device) for rank in range(size)]
+
+    def arrive(self, rank, rows):
+        """Put the rows [T, ..] of all ranks but `rank` where that one looks for them."""
+        for source, data in enumerate(rows):
+            if source != rank:
+                bits = data.contiguous().view(torch.int32).view(len(data), -1)
+                turn = self.counts[rank][: len(data)] & 1
+                for i, row in enumerate(bits):
+                    self.places[rank][int(turn[i]), source, i, : len(row)] = row
+
+    def sent(self, rank, to, like):
+        """What `rank` has put into the block of `to` in its last exchange."""
+        turn = self.counts[rank][: len(like)] - 1 & 1
+        found = torch.stack([self.places[to][int(turn[i]), rank, i] for i in range(len(like))])
+        return found.view(like.dtype)[:, : like[0].numel()]
+
+    def take_away(self, rank, to):
+        """Empty what `rank` has written for `to`, as that one would."""
+        self.places[to][:, rank] = EMPTY
+
+    def is_empty(self, rank):
+        return all((self.places[rank][:, s] == EMPTY).all() for s in range(self.size) if s != rank)
+
+
+@pytest.fixture(autouse=True)
+def nothing_else_reached():
+    yield
+    launch.reached.clear()
+
+
+def states(ranks, exchanges, copies):
+    """Every state that ranks can reach which push, wait, read and empty, each step on its own.
+
+    Returns the number of states, how many are stuck, and how many reads gave another exchange's row. All
+    exchange one row. `copies` is the number of places that are used in turn.
+    """
+    nothing = (-1,) * ranks
+    start = ((0, 0, 0),) * ranks, ((nothing,) * copies,) * ranks
+    seen, left, stuck, wrong = {start}, deque([start]), 0, 0
+
+    def put(memory, owner, copy, source, value):
+        line = memory[owner][copy]
+        line = (*line[:source], value, *line[source + 1 :])
+        own = (*memory[owner][:copy], line, *memory[owner][copy + 1 :])
+        return (*memory[:owner], own, *memory[owner + 1 :])
+
+    while left:
+        at, memory = left.popleft()
+        moved = False
+        for rank, (number, phase, step) in enumerate(at):
+            if number == exchanges:
+                continue
+            copy, other = number % copies, (rank + 1 + step) % ranks
+            last = step == ranks - 2
+            if phase == 0:  # write to one of the others
+                after = put(memory, other, copy, rank, number)
+                to = (number, 1, 0) if last else (number, 0, step + 1)
+            elif memory[rank][copy][other] < 0:
+                continue  # not come yet
+            else:  # read, and empty
+                wrong += memory[rank][copy][other] != number
+                after = put(memory, rank, copy, other, -1)
+                to = (number + 1, 0, 0) if last else (number, 1, step + 1)
+            moved = True
+            reached = (*at[:rank], to, *at[rank + 1 :]), after
+            if reached not in seen:
+                seen.add(reached)
+                left.append(reached)
+        stuck += not moved and any(number < exchanges for number, _, _ in at)
+    return len(seen), stuck, wrong
+
+
+@pytest.mark.parametrize("ranks, exchanges", [(2, 5), (3, 3)])
+def test_no_order_of_steps_loses_a_row(ranks, exchanges):
+    """With two copies in turn; with one, a rank overwrites what another has not read."""
+    count, stuck, wrong = states(ranks, exchanges, copies=2)
+    assert count > 30 and not stuck and not wrong
+    _, stuck, wrong = states(ranks, exchanges, copies=1)
+    assert stuck or wrong
+
+
+def as_words(x):
+    return x.view(torch.int32 if x.dtype == torch.float32 else torch.int16)
+
+
+def empty(dtype):
+    return EMPTY if dtype == torch.float32 else -(1 << 15)
+
+
+@pytest.mark.ptx(ranks=[2], dtype=[torch.bfloat16])
+@pytest.mark.parametrize(
+    "ranks, dtype", [(2, torch.float32), (4, torch.float16), (2, torch.float16), (2, torch.bfloat16)]
+)
+def test_every_form_adds_up_all_ranks(device, ranks, dtype):
+    """All ranks get the same bits, near fp64; they read what the others have sent, and no more."""
+    width = 256
+    all_ranks = Ranks(ranks, width, device)
+    weight = (torch.rand(width, device=device) + 0.5).to(dtype)
+    exact = COMPILED or dtype != torch.bfloat16  # the interpreter truncates to bf16
+    for number, (shares, tokens) in enumerate([(0, 3), (2, 3), (2, 6), (0, 6), (0, 1)]):
+        shape = (shares, tokens, width) if shares else (tokens, width)
+        xs = [torch.randn(shape, device=device) for _ in range(ranks)]
+        xs = xs if shares else [x.to(dtype) for x in xs]
+        for x in xs:
+            as_words(x)[..., 0, :5] = empty(x.dtype)  # what stands for a value that has not come
+        sums = [sum(x, torch.zeros_like(x[0])) if shares else x for x in xs]
+        sent = [x if x.dtype == torch.float32 and tokens <= EXACT_TOKENS else x.to(dtype) for x in sums]
+        residual = torch.randn(tokens, width, device=device).to(dtype)
+        total = sum(x.double() for x in xs).sum(0) if shares else sum(x.double() for x in xs)
+        results = []
+        for rank, memory in enumerate(all_ranks.memories):
+            assert memory.takes(xs[rank])
+            own, results_here = [], []
+            for form in (_norm, _int8, _sum):
+                all_ranks.arrive(rank, [torch.where(as_words(x) == empty(x.dtype), 0.0, x) for x in sent])
+                results_here += form(residual.clone(), xs[rank], weight, memory.words)
+                assert all_ranks.is_empty(rank)
+                for to in set(range(ranks)) - {rank}:
+                    got = all_ranks.sent(rank, to, sent[rank])
+                    if exact:
+                        torch.testing.assert_close(got, sent[rank], rtol=0, atol=1e-40)
+                        assert (as_words(got) != empty(got.dtype)).all()
+                    own.append(got)
+                    all_ranks.take_away(rank, to)
+            results.append(results_here)
+        bound = {torch.float32: 1e-5, torch.float16: 2**-8, torch.bfloat16: 2**-4}[dtype] * ranks
+        if exact:
+            for found in results[1:]:
+                for one, other in zip(results[0], found, strict=True):
+                    assert torch.equal(one, other)
+        added, normal, again, codes, scale, alone = results[0]
+        assert (added.double() - residual.double() - total).abs().max() < bound and torch.equal(added, again)
+        assert (alone.double() - total).abs().max() < bound
+        want = rmsnorm_ref.rmsnorm(added, weight, EPS)
+        assert (normal.double() - want.double()).abs().max() < bound
+        if exact and not GPU:
+            assert torch.equal(codes, affine.quantize_tokens(normal)[0])
+        assert (scale > 0).all()
+        assert (all_ranks.counts[0][:1] == 3 * (number + 1)).all()
+
+
+def _norm(residual, x, weight, words):
+    return residual, kernel.add_rmsnorm(residual, x, weight, EPS, None, 0.0, 1.0, words)
+
+
+def _int8(residual, x, weight, words):
+    return residual, *kernel.add_rmsnorm_int8(residual, x, weight, EPS, None, 0.0, 1.0, words)
+
+
+def _sum(residual, x, weight, words):
+    return (exchange.exchange_sum(x, words, residual.dtype),)
+
+
+@pytest.mark.skipif(not COMPILED, reason="the interpreter has no bf16")
+@pytest.mark.ptx
+def test_digits_of_the_sum(device):
+    ranks = Ranks(2, 256, device)
+    xs = [torch.randn(3, 5, 256, device=device) for _ in range(2)]
+    weight, residual = (
+        torch.ones(256, device=device).bfloat16(),
+        torch.zeros(5, 256, device=device).bfloat16(),
+    )
+    other, words = residual.clone(), ranks.memories[0].words
+    sent = [x.sum(0).bfloat16() for x in xs]
+    ranks.arrive(0, sent)
+    want = kernel.add_rmsnorm(residual, xs[0], weight, EPS, None, 0.0, 1.0, words)
+    ranks.take_away(0, 1)
+    ranks.arrive(0, sent)
+    digits = kernel.add_rmsnorm_digits(other, xs[0], weight, EPS, 8, None, 1.0, words)
+    assert torch.equal(other, residual) and (digits.read() - want.float()).abs().max() < 1e-3
+
+
+@pytest.mark.ptx
+def test_largest_of_all_ranks(device):
+    ranks = Ranks(3, 64, device)
+    for tokens in (1, 5, 8):
+        xs = [torch.randint(-(2**62), 2**62, (tokens,), device=device) & ~(1 << 31) for _ in range(3)]
+        for rank, memory in enumerate(ranks.memories):
+            ranks.arrive(rank, [x[:, None] for x in xs])
+            got = exchange.exchange_largest(xs[rank], memory.words)
+            assert torch.equal(got, torch.stack(xs).amax(0)) and ranks.is_empty(rank)
+            for to in set(range(3)) - {rank}:
+                assert torch.equal(ranks.sent(rank, to, xs[rank][:, None])[:, 0], xs[rank])
+                ranks.take_away(rank, to)
+
+
+@pytest.mark.ptx
+def test_a_pattern_that_does_not_come_is_counted(device):
+    ranks = Ranks(2, 64, device)
+    wrong = torch.zeros(1, dtype=torch.int32, device=device)
+    for number in range(3):
+        for memory in ranks.memories:
+            exchange.probe(memory, wrong, number, write=True)
+        for memory in ranks.memories:
+            exchange.probe(memory, wrong, number, write=False)
+        assert wrong == 0 and all(ranks.is_empty(rank) for rank in range(2))
+    exchange.probe(ranks.memories[0], wrong, 3, write=True)
+    ranks.places[1][1, 0, 2, 3:5] += 1
+    exchange.probe(ranks.memories[1], wrong, 3, write=False)
+    assert wrong == 2
+
+
+@pytest.mark.skipif(not PTX, reason="the interpreter has no clock; test_exchange_gpu ends a process")
+@pytest.mark.ptx
+def test_a_wait_that_is_too_long_traps():
+    ranks = Ranks(2, 64, torch.device("cpu"))
+    ranks.memories[0].wait(1e-6)
+    with pytest.raises(Fault, match="trap"):
+        exchange.exchange_sum(torch.ones(3, 64).bfloat16(), ranks.memories[0].words, torch.bfloat16)
+
+
+@pytest.mark.skipif(GPU or PTX, reason="test_exchange_gpu has processes that meet on GPUs")
+def test_two_processes_that_wait_for_each_other():
+    """Each interprets its kernels, one pauses now and then; both end with the same residual."""
+    ranks = Ranks(2, 64, torch.device("cpu"), shared=True)
+    residuals = torch.zeros(2, 5, 64).share_memory_()
+    xs = torch.randn(2, 12, 5, 64)
+    child = os.fork()
+    rank = int(child == 0)
+    try:
+        for number in range(12):
+            tokens = (5, 2, 3)[number % 3]
+            if number % 4 == rank:
+                time.sleep(0.02)
+            x, residual = xs[rank, number, :tokens].contiguous(), residuals[rank, :tokens]
+            kernel.add_normed(residual, x, None, 0.0, 1.0, ranks.memories[rank].words)
+            words = torch.tensor([rank, -rank])
+            assert exchange.exchange_largest(words, ranks.memories[rank].words).tolist() == [1, 0]
+    finally:
+        if not child:
+            os._exit(0 if number == 11 else 1)
+        found, status = 0, 0
+        for _ in range(200):
+            found, status = os.waitpid(child, os.WNOHANG)
+            if found:
+                break
+            time.sleep(0.05)
+        if not found:
+            os.kill(child, signal.SIGKILL)
+    assert found and status == 0 and torch.equal(*residuals)
+    want = sum(xs[:, number].sum(0)[:2] for number in range(12))
+    torch.testing.assert_close(residuals[0, :2], want, rtol=1e-5, atol=1e-5)
+
+
+def test_what_the_memory_takes():
+    memory = Memory(torch.empty(0), 32, row_bytes_for(1000))
+    assert memory.takes(torch.empty(32, 1000)) and memory.takes(torch.empty(3, 32, 1000))
+    assert not memory.takes(torch.empty(33, 8)) and not memory.takes(torch.empty(1, 1001))
+    assert rows_for(2, 8192, 132) == 128 and rows_for(4, 8192, 132) == 32 and rows_for(8, 8192, 132) == 16
+    assert rows_for(2, 1024, 132) == 132 and rows_for(8, 1 << 20, 132) == 1
+    assert row_bytes_for(33) == 144 and places_bytes(2, 8, 16) % 4 == 0
+
+
+def test_patience_is_a_word_on_the_device():
+    memory = Memory.of([16, 32, 48], 1, 8, 16, torch.device("cpu"))
+    assert memory.words.tolist() == [peer_memory.START_SECONDS * 10**9, 1, 8, 16, 32, 48, 16]
+    memory.wait(0.5)
+    assert memory.words[0] == 500_000_000 and peer_memory.ranks_of(memory.words) == 3
+
+
+def test_few_rows_go_through_memory(monkeypatch):
+    peers = Peers(0, 2, torch.device("cpu"))
+    monkeypatch.setattr(peers, "sum", lambda x: x.sum(0))
+    few, many = torch.randn(3, 8, 64), torch.randn(3, 9, 64)
+    assert torch.equal(peers.through(few)[0], few.sum(0)) and peers.through(few)[1] is None
+    peers.memory = Memory.of([0, 0], 0, 8, 256, peers.device)
+    assert peers.through(few) == (few, peers.memory.words)
+    assert torch.equal(peers.through(many)[0], many.sum(0)) and peers.through(many)[1] is None
+
+
+def test_operators():
+    """Schemas, fakes, and the definition over a group of one rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        peers = Peers(0, 1, torch.device("cpu"))
+        words = Memory.of([0], 0, 8, 256, peers.device).words
+        x = torch.randn(2, 3, 64)
+        check_operator("exchange_sum", (x, words, torch.float32))
+        check_operator("exchange_largest", (torch.tensor([3, -4]), words))
+        check_operator("add_rmsnorm", (x[0].clone(), x, x[0, 0], EPS, None, 0.0, 1.0, words))
+        assert torch.equal(ref.exchange_sum(x, words, torch.float16), x.sum(0).half())
+        assert largest(torch.tensor([3, -4]), peers).tolist() == [3, -4]
+    finally:
+        dist.destroy_process_group()
