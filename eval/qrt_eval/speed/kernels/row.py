@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-OPS = ("layer", "chain", "linear", "experts", "decode", "prefill", "kv_write", "elementwise", "sample")
+OPS = (
+    "layer", "chain", "linear", "experts", "decode", "prefill", "kv_write", "elementwise", "sample",
+    "exchange",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,17 @@ from qrt.errors import ConfigError
 from qrt_eval.inputs.shapes import shape
 from qrt_eval.results.console import show
 from qrt_eval.results.record import save
-from qrt_eval.speed.kernels import attention, elementwise, experts, explain, layer, linear, peers, sample
+from qrt_eval.speed.kernels import (
+    attention,
+    elementwise,
+    exchange,
+    experts,
+    explain,
+    layer,
+    linear,
+    peers,
+    sample,
+)
 from qrt_eval.speed.kernels.row import OPS, Row
 from qrt_eval.speed.kernels.timer import Rates, measure_rates
 from qrt_eval.speed.kernels.tune import tune
@@ -25,6 +35,13 @@ TOKENS = (1, 16, 64, 256, 4096)
 LAYERS = ((1, 1024), (16, 1024), (64, 1024), (256, 1024))
 DECODES = ((1, 4096), (1, 32768), (16, 4096), (64, 4096), (256, 1024), (16, 32768))
 PREFILLS = ((4096, 0), (4096, 28672))
+BY_TOKENS = {
+    "chain": layer.chain_rows,
+    "linear": linear.rows,
+    "experts": experts.rows,
+    "elementwise": elementwise.rows,
+    "exchange": exchange.rows,
+}
 
 
 def run(arguments: Namespace) -> None:
@@ -62,7 +79,7 @@ def measure(config: Arch, arguments: Namespace, rates: Rates, device: torch.devi
     decodes, prefills = arguments.decode or DECODES, arguments.prefill or PREFILLS
     if "layer" in ops:
         yield from layer.rows(config, decodes if arguments.decode else LAYERS, rates, device)
-    for op, rows in (("chain", layer.chain_rows), ("linear", linear.rows), ("experts", experts.rows)):
+    for op, rows in BY_TOKENS.items():
         if op in ops:
             yield from rows(config, tokens, rates, device)
     if "decode" in ops:
@@ -71,8 +88,6 @@ def measure(config: Arch, arguments: Namespace, rates: Rates, device: torch.devi
         yield from attention.prefill_rows(config, prefills, rates, device, arguments.compare)
     if "kv_write" in ops:
         yield from attention.write_rows(config, tokens, rates, device)
-    if "elementwise" in ops:
-        yield from elementwise.rows(config, tokens, rates, device)
     if "sample" in ops:
         yield from sample.rows(config, rates, device)
     if arguments.compare and device.type == "cuda":
