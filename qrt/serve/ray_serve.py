@@ -21,6 +21,7 @@ from qrt.llm import engine_config
 from qrt.location import EXPECTED, api_name
 from qrt.registry import nearest
 from qrt.serve.http.service import Service
+from qrt.serve.link.metric_names import MetricNames
 from qrt.serve.routes.app import create_app
 from qrt.serve.settings import ServerConfig
 
@@ -62,7 +63,7 @@ def app(arguments: dict[str, Any]) -> serve.Application:
 def _replica(model: str, settings: dict[str, Any], server: ServerConfig) -> FastAPI:
     """Load the model and make its routes, in the replica's process."""
     llm = AsyncLLM(model, **settings)
-    llm.client.router.metrics.model_name = server.model_names[0]
+    llm.client.router.metrics.names = MetricNames(server.model_names[0], server.metrics_prefix)
     app = create_app(Service(llm.client, llm.tokenizer, server))
     app.state.llm = llm  # keep it: without a reference the engine would end
     return app

@@ -25,8 +25,10 @@ MAX_MESSAGES = 4096
 MAX_TOOLS = 128
 MAX_DOCUMENTS = 1024
 MAX_SECONDS = 10**6  # longest time limit, eleven days; the system's timers do not take every float
+MAX_ENGINES = 64
 MAX_ECHO_CHARS = 200  # characters of the client's own input that an error repeats
 ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^\s/?#*]+")
+METRICS_PREFIX = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,31}")
 ROOT_PATH = re.compile(r"(/[A-Za-z0-9_.~-]+)+")
 MAX_SOCKET_PATH_BYTES = 107  # the kernel's sockaddr_un has 108, the last one zero
 
@@ -51,7 +53,10 @@ class ServerConfig:
     chat_template           Jinja text instead of the checkpoint's
     tool_call_parser        how tool calls are read: "auto" by the chat template, a family's name, or "none"
     reasoning_parser        how thinking is told from the answer: likewise
-    api_server_count        processes that speak HTTP
+    data_parallel_size      engines, each with GPUs of its own and all of the model
+    api_server_count        processes that speak HTTP (None: one for each engine, as far as there are cores
+                            beside the engines')
+    metrics_prefix          what the names of metrics begin with, before a colon
     shutdown_timeout        seconds that running requests have after SIGTERM
     watchdog_timeout        seconds after which a step that has not ended ends the server
     request_timeout         seconds that a request may take, its time in the queue included; None: any
@@ -69,7 +74,9 @@ class ServerConfig:
     chat_template: str | None = None
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
-    api_server_count: int = 1
+    data_parallel_size: int = 1
+    api_server_count: int | None = None
+    metrics_prefix: str = "qrt"
     max_logprobs: int = MAX_LOGPROBS
     shutdown_timeout: float = 30.0
     watchdog_timeout: float = 300.0
@@ -82,7 +89,15 @@ class ServerConfig:
     log_level: str = "info"
 
     def __post_init__(self) -> None:  # noqa: C901 -- a flat list of checks
-        if self.api_server_count < 1:
+        if not 1 <= self.data_parallel_size <= MAX_ENGINES:
+            raise ConfigError(
+                f"data_parallel_size: expected 1 to {MAX_ENGINES}, got {self.data_parallel_size}"
+            )
+        if not METRICS_PREFIX.fullmatch(self.metrics_prefix):
+            raise ConfigError(
+                f"metrics_prefix: expected letters, digits and _, such as vllm, got {self.metrics_prefix!r}"
+            )
+        if self.api_server_count is not None and self.api_server_count < 1:
             raise ConfigError(f"api_server_count: expected at least 1, got {self.api_server_count}")
         if not 0 <= self.max_logprobs <= MAX_LOGPROBS:
             raise ConfigError(f"max_logprobs: expected 0 to {MAX_LOGPROBS}, got {self.max_logprobs}")

@@ -30,9 +30,17 @@ def _add_server(group: argparse._ArgumentGroup) -> None:
         "--api-server-count",
         "--httpserver-workers",
         type=int,
-        default=SERVER.api_server_count,
         metavar="N",
-        help="number of processes for HTTP and text",
+        help="number of processes for HTTP and text (default: one for each engine, as far as there are cores "
+        "beside the engines')",
+    )
+    group.add_argument(
+        *("--data-parallel-size", "-dp", "--dp-size", "--dp"),
+        type=int,
+        default=SERVER.data_parallel_size,
+        metavar="N",
+        help="number of engines, each with all of the model and GPUs of its own; a request goes to the "
+        "engine that has its prefix, or to the one with the least to do",
     )
     group.add_argument(
         "--root-path",
@@ -315,6 +323,12 @@ def _add_logs(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--disable-log-stats", action="store_true", help="do not log statistics every 10 seconds"
+    )
+    group.add_argument(
+        "--metrics-prefix",
+        default=SERVER.metrics_prefix,
+        metavar="NAME",
+        help="first part of the names of metrics; with vllm, tools for vLLM find them",
     )
     group.add_argument(
         "--enable-log-requests",

@@ -18,7 +18,8 @@ from starlette.requests import Request
 from qrt.errors import ConfigError
 from qrt.request.pooling import PoolingParams
 from qrt.sampling_params import SamplingParams
-from qrt.serve.link.engine_client import AnyCollector, EngineClient, RequestStream
+from qrt.serve.link.engine_client import AnyCollector, RequestStream
+from qrt.serve.link.engines import AnyClient
 from qrt.serve.settings import MAX_LISTED, MAX_SCORES, ServerConfig
 from qrt.text.collector import RequestCollector, encode_bad_words
 from qrt.text.pooling.collector import PooledCollector
@@ -36,14 +37,14 @@ Result = TypeVar("Result")
 
 
 class Service:
-    """An engine's client with the tokenizer and the settings.
+    """A client of the engine, or of all engines, with the tokenizer and the settings.
 
     tool_format   format of the model's tool calls; None if unknown
     reasoning     finds the thinking of the model's answers
     draining      whether the server is ending: running requests go on, new ones are refused
     """
 
-    def __init__(self, client: EngineClient, tokenizer: Tokenizer, config: ServerConfig) -> None:
+    def __init__(self, client: AnyClient, tokenizer: Tokenizer, config: ServerConfig) -> None:
         self.client = client
         self.tokenizer = tokenizer
         self.config = config

@@ -12,7 +12,8 @@ import logging
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import NamedTuple, Protocol
 
 from qrt.engine.schedule.output import StepDelta, merge
 from qrt.engine.schedule.request import FinishReason
@@ -46,6 +47,20 @@ class ShutdownError(EngineError):
     """The engine was told to end; another server may answer."""
 
 
+class Load(NamedTuple):
+    """What an engine has to do: its running and waiting requests, and the tokens of those that wait."""
+
+    requests: int
+    waiting_tokens: int
+
+
+class Owner(Protocol):
+    """Who is told what has become of a stream's requests."""
+
+    def forget(self, request_ids: Collection[str], *, abort: bool, stopped: bool = False) -> None:
+        """See EngineClient."""
+
+
 class RequestStream:
     """An async iterator over running requests: (index of the collector, its delta).
 
@@ -54,10 +69,8 @@ class RequestStream:
     collectors gather the deltas.
     """
 
-    def __init__(
-        self, client: EngineClient, collectors: Sequence[AnyCollector], *, whole: bool = False
-    ) -> None:
-        self._client = client
+    def __init__(self, owner: Owner, collectors: Sequence[AnyCollector], *, whole: bool = False) -> None:
+        self._owner = owner
         self._collectors = collectors
         self._whole = whole
         self._owners = {id: index for index, c in enumerate(collectors) for id in c.engine_ids}
@@ -135,7 +148,7 @@ class RequestStream:
         delta = self._collectors[index].feed(item)
         if delta.finish_reason and request_id in self._running:
             self._running.remove(request_id)
-            self._client.forget([request_id], abort=delta.abort, stopped=True)
+            self._owner.forget([request_id], abort=delta.abort, stopped=True)
         return index, delta
 
     async def _wait(self) -> None:
@@ -145,7 +158,7 @@ class RequestStream:
     def close(self) -> None:
         """Abort the requests that still run."""
         if self._running:
-            self._client.forget(self._running, abort=True)
+            self._owner.forget(self._running, abort=True)
             self._running = set()
 
 
@@ -154,7 +167,10 @@ class EngineClient(ABC):
 
     info      describes the engine, once `ready` is set
     stopped   the error that ended the engine; None while it runs
+    dead      names of engines that have died while others go on: none, there is one engine
     """
+
+    dead: Sequence[str] = ()
 
     def __init__(self) -> None:
         self.info: EngineInfo
@@ -162,6 +178,8 @@ class EngineClient(ABC):
         self.stopped: EngineError | None = None
         self.heard = time.monotonic()  # time of the engine's last message
         self._streams: dict[str, RequestStream] = {}
+        self._told = Load(0, 0)  # by the engine, last
+        self._untold: dict[str, int] = {}  # tokens of requests that it may not have counted yet
         self._answers: dict[str, asyncio.Future[bytes]] = {}
 
     async def submit(
@@ -177,16 +195,21 @@ class EngineClient(ABC):
         """
         if self.stopped:
             raise self.stopped
-        if not self._streams:
-            self.heard = time.monotonic()
         stream, arrived = RequestStream(self, collectors, whole=whole), arrived or time.monotonic()
-        for c in collectors:
-            for id, params in c.engine_requests():
-                self._streams[id] = stream
-                own = c.generate, c.priority, c.cache_salt, c.thinking, c.pool
-                self._send(Add(id, c.prompt_ids, fields_of(params), arrived, *own))
+        for collector in collectors:
+            self.add(collector, stream, arrived)
         await stream.accepted()
         return stream
+
+    def add(self, c: AnyCollector, stream: RequestStream, arrived: float) -> None:
+        """Send the engine the requests of a collector, whose deltas go to `stream`."""
+        if not self._streams:
+            self.heard = time.monotonic()
+        for id, params in c.engine_requests():
+            self._streams[id] = stream
+            self._untold[id] = len(c.prompt_ids)
+            own = c.generate, c.priority, c.cache_salt, c.thinking, c.pool
+            self._send(Add(id, c.prompt_ids, fields_of(params), arrived, *own))
 
     async def ask(self, question: str) -> bytes:
         """Ask the Router a question and return its answer; EngineError when none comes."""
@@ -202,7 +225,7 @@ class EngineClient(ABC):
         finally:
             del self._answers[id]
 
-    def forget(self, request_ids: Sequence[str] | set[str], *, abort: bool, stopped: bool = False) -> None:
+    def forget(self, request_ids: Collection[str], *, abort: bool, stopped: bool = False) -> None:
         """Drop requests that nobody waits for; `stopped` is that of Abort."""
         for request_id in request_ids:
             self._streams.pop(request_id, None)
@@ -220,6 +243,16 @@ class EngineClient(ABC):
     def num_running(self) -> int:
         """The number of requests that somebody waits for."""
         return len(self._streams)
+
+    def owns(self, request_id: str) -> bool:
+        """Return whether somebody waits for this request of the engine."""
+        return request_id in self._streams
+
+    @property
+    def load(self) -> Load:
+        """The engine's load as it has told it, and what was sent to it since."""
+        told, untold = self._told, self._untold
+        return Load(told.requests + len(untold), told.waiting_tokens + sum(untold.values()))
 
     @property
     def silent_seconds(self) -> float:
@@ -256,16 +289,23 @@ class EngineClient(ABC):
                 self._hand_out(message)
 
     def _hand_out(self, output: StepOutput) -> None:
+        self._told = Load(output.num_requests, output.waiting_tokens)
         for request_id in output.accepted:
+            self._untold.pop(request_id, None)
             if stream := self._streams.get(request_id):
                 stream.accept(request_id)
         for refusal in output.refused:
+            self._untold.pop(refusal.id, None)
             if stream := self._streams.pop(refusal.id, None):
                 kind = QueueFullError if refusal.busy else ConfigError
                 stream.fail(kind(refusal.message))
         for delta in output.deltas:
             if stream := self._streams.get(delta.request_id):
                 stream.put(delta)
+
+    def died(self, engine: int) -> None:
+        """Note the death of the engine's process; call it in the event loop."""
+        self.stop("the engine process has died")
 
     def stop(self, reason: str, kind: type[EngineError] = EngineError) -> None:
         """Fail all waiting and later requests; call it in the event loop."""

@@ -22,7 +22,12 @@ class Message(msgspec.Struct, tag=True, array_like=True):
 
 
 class Hello(Message):
-    """An API process has started; the answer is Ready, as soon as the model is loaded."""
+    """An API process has started; the answer is Ready, as soon as the model is loaded.
+
+    balances   it chooses between engines, and wants to hear of this one's load
+    """
+
+    balances: bool = False
 
 
 class Add(Message):

@@ -1,7 +1,7 @@
 """EngineMetrics: counts and times of the engine's requests, in Prometheus' text format and as one log line.
 
-Names are vLLM's with the prefix `qrt:`, and so is the label `model_name`. All is counted in the engine
-process, so that every API process answers `/metrics` with the same figures. Times of a request start when its
+Names are vLLM's with the prefix `qrt:`, and so are the labels. All is counted in the engine process, so that
+every API process answers `/metrics` with the same figures. Times of a request start when its
 API process got it.
 """
 
@@ -28,12 +28,13 @@ from qrt.engine.engine import Engine
 from qrt.engine.schedule.output import StepDelta
 from qrt.engine.schedule.request import FinishReason
 from qrt.serve.link.messages import Add, EngineInfo
+from qrt.serve.link.metric_names import MetricNames
 
 SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5)
 REQUEST_SECONDS = (0.1, 0.3, 0.5, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 60, 120, 240, 480, 960, 1920)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
-LABELS = ("model_name",)
+BLOCK = 16  # tokens of a block in cache_config, whose names are vLLM's; qrt itself allocates by the token
 RATE_SECONDS = 10.0  # time over which tokens per second are averaged
 
 HISTOGRAMS: dict[str, tuple[str, Sequence[float]]] = {
@@ -89,11 +90,11 @@ class _Times:
 class EngineMetrics(Collector):
     """Collects what the Router reports. One thread at a time may call it.
 
-    model_name   the label of all families
+    names   of all families, and their labels
     """
 
-    def __init__(self, engine: Engine, info: EngineInfo, model_name: str) -> None:
-        self.model_name = model_name
+    def __init__(self, engine: Engine, info: EngineInfo, names: MetricNames) -> None:
+        self.names = names
         self._engine = engine
         self._info = info
         self._histograms = {name: Histogram(bounds) for name, (_, bounds) in HISTOGRAMS.items()}
@@ -236,7 +237,8 @@ class EngineMetrics(Collector):
 
     def collect(self) -> Iterator[Any]:
         """Yield all metric families with their current values."""
-        load, model = self.load(), [self.model_name]
+        load, named, family = self.load(), self.names.labels, self.names.family
+        labels, own = list(named), list(named.values())
         gauges = {
             "num_requests_running": ("Requests that run.", load["running"]),
             "num_requests_waiting": ("Requests that wait for their first or next step.", load["waiting"]),
@@ -246,8 +248,8 @@ class EngineMetrics(Collector):
             ),
         }
         for name, (text, value) in gauges.items():
-            gauge = GaugeMetricFamily(f"qrt:{name}", text, labels=LABELS)
-            gauge.add_metric(model, value)
+            gauge = GaugeMetricFamily(family(name), text, labels=labels)
+            gauge.add_metric(own, value)
             yield gauge
         counters = {
             "num_preemptions": ("Requests paused for lack of slots.", load["preemptions"]),
@@ -257,27 +259,27 @@ class EngineMetrics(Collector):
             "generation_tokens": ("Tokens sampled.", self._num_output),
         }
         for name, (text, value) in counters.items():
-            counter = CounterMetricFamily(f"qrt:{name}", text, labels=LABELS)
-            counter.add_metric(model, value)
+            counter = CounterMetricFamily(family(name), text, labels=labels)
+            counter.add_metric(own, value)
             yield counter
         success = CounterMetricFamily(
-            "qrt:request_success", "Ended requests.", labels=[*LABELS, "finished_reason"]
+            family("request_success"), "Ended requests.", labels=[*labels, "finished_reason"]
         )
         for reason in FinishReason:
-            success.add_metric([*model, reason.value], self._finished[reason.value])
+            success.add_metric([*own, reason.value], self._finished[reason.value])
         yield success
         errors = CounterMetricFamily(
-            "qrt:request_errors", "HTTP requests answered by an error.", labels=[*LABELS, "code"]
+            family("request_errors"), "HTTP requests answered by an error.", labels=[*labels, "code"]
         )
         for code, count in sorted(self._errors.items()):
-            errors.add_metric([*model, str(code)], count)
+            errors.add_metric([*own, str(code)], count)
         yield errors
         for name, histogram in self._histograms.items():
-            family = HistogramMetricFamily(f"qrt:{name}", HISTOGRAMS[name][0], labels=LABELS)
-            family.add_metric(model, histogram.cumulative(), histogram.sum)
-            yield family
-        config = InfoMetricFamily("qrt:cache_config", "The KV pool.", labels=LABELS)
-        config.add_metric(model, self._cache_config())
+            buckets = HistogramMetricFamily(family(name), HISTOGRAMS[name][0], labels=labels)
+            buckets.add_metric(own, histogram.cumulative(), histogram.sum)
+            yield buckets
+        config = InfoMetricFamily(family("cache_config"), "The KV pool.", labels=labels)
+        config.add_metric(own, self._cache_config())
         yield config
 
     def _cache_config(self) -> dict[str, str]:
@@ -287,5 +289,7 @@ class EngineMetrics(Collector):
             "pool_tokens": info.pool_tokens,
             "pool_bytes": info.pool_bytes,
             "bytes_per_token": info.kv_bytes_per_token,
+            "block_size": BLOCK,
+            "num_gpu_blocks": info.pool_tokens // BLOCK,
         }
         return {name: str(value) for name, value in values.items()}

@@ -11,18 +11,18 @@ from qrt.serve.link.step_output import FromEngine, decode_from_engine
 
 
 class ProcessClient(EngineClient):
-    """Connects to the socket at `path`; `name` tells this client from others."""
+    """Connects to the socket at `path`; `name` tells this client from others, `balances` is Hello's."""
 
-    def __init__(self, path: str, name: str) -> None:
+    def __init__(self, path: str, name: str, *, balances: bool = False) -> None:
         super().__init__()
-        self._path, self._name = path, name
+        self._path, self._name, self._balances = path, name, balances
         self._socket: ClientSocket[FromEngine]
         self._reader: asyncio.Task[None]
 
     async def start(self) -> None:
         """See EngineClient."""
         self._socket = ClientSocket(self._path, self._name, decode_from_engine)
-        self._send(Hello())
+        self._send(Hello(self._balances))
         self._reader = asyncio.create_task(self._read())
 
     async def close(self) -> None:

@@ -2,7 +2,8 @@
 
 It takes requests and aborts of all API processes between two steps, runs the step, and sends each API process
 one StepOutput with all that the step brought it. An API process whose requests get nothing receives an empty
-StepOutput once a second, so that it knows that the engine works. The engine process runs it; AsyncLLM runs it
+StepOutput once a second, so that it knows that the engine works. One that chooses between engines also hears
+when the load has changed. The engine process runs it; AsyncLLM runs it
 in a thread.
 """
 
@@ -39,6 +40,7 @@ from qrt.serve.link.messages import (
     fields_of,
     params_of,
 )
+from qrt.serve.link.metric_names import MetricNames
 from qrt.serve.link.metrics import EngineMetrics
 from qrt.serve.link.step_output import FromEngine, StepOutput
 
@@ -47,6 +49,7 @@ logger = logging.getLogger(__name__)
 FAILED_STEPS = 3  # this many failed steps in a row mean a broken device, not a bad request
 WATCHDOG_RENEWAL_SECONDS = 1.0
 HEARTBEAT_SECONDS = 1.0
+LOAD_SECONDS = 0.05  # shortest time between two messages that tell only the load
 LOG_SECONDS = 10.0
 TRIM_SECONDS = 10.0
 
@@ -75,23 +78,26 @@ class Router:
         self,
         engine: Engine,
         *,
-        model_name: str | None = None,
+        names: MetricNames | None = None,
         watchdog_seconds: float | None = None,
         log_stats: bool = False,
     ) -> None:
         """Connect to an engine.
 
-        model_name         the model's name in metrics (default: the folder's name)
+        names              of the metrics (default: the folder's name is the model's)
         watchdog_seconds   a longer step ends the process, with the stacks of all threads on stderr
         """
         self.engine = engine
         self.info = engine_info(engine)
-        self.metrics = EngineMetrics(engine, self.info, model_name or api_name(engine.config.model))
+        names = names or MetricNames(api_name(engine.config.model))
+        self.metrics = EngineMetrics(engine, self.info, names)
         self._watchdog_seconds = watchdog_seconds
         self._watchdog_set = 0.0
         self._heartbeat_sent = 0.0
         self._log_seconds = LOG_SECONDS if log_stats else None
         self._clients: dict[str, str] = {}  # request id -> client that waits for it
+        self._balancers: set[str] = set()  # clients that want to hear of the load
+        self._load_told, self._load_sent = (0, 0), 0.0
         self._gone: set[str] = set()  # clients that have died; no name is used twice
         self._outputs: defaultdict[str, StepOutput] = defaultdict(lambda: StepOutput([], [], []))
         self._answers: list[tuple[str, FromEngine]] = []
@@ -132,10 +138,13 @@ class Router:
                 self._answers.append((client, Answer(id, QUESTIONS[question](self))))
             case Failed(code=code):
                 self.metrics.failed(code)
-            case Hello():
+            case Hello(balances=balances):
+                if balances:
+                    self._balancers.add(client)
                 self._answers.append((client, Ready(self.info)))
             case Gone(client=gone):
                 self._gone.add(gone)
+                self._balancers.discard(gone)
                 self._abort([id for id, owner in self._clients.items() if owner == gone])
 
     def _add(self, client: str, message: Add) -> None:
@@ -186,13 +195,26 @@ class Router:
         if now - self._heartbeat_sent >= HEARTBEAT_SECONDS:
             self._heartbeat_sent = now
             for client in set(self._clients.values()) - self._outputs.keys():
-                port.send(client, StepOutput([], [], []))
+                _ = self._outputs[client]  # makes an empty one
+        if self._balancers:
+            self._tell_load(now)
         for client, output in self._outputs.items():
             port.send(client, output)
         self._outputs.clear()
         for client, answer in self._answers:
             port.send(client, answer)
         self._answers.clear()
+
+    def _tell_load(self, now: float) -> None:
+        """Put the load into the outputs of clients that want it; make some for those that have none."""
+        scheduler = self.engine.scheduler
+        load = len(scheduler.running) + len(scheduler.waiting), scheduler.waiting.num_tokens
+        if load != self._load_told and now - self._load_sent >= LOAD_SECONDS:
+            self._load_told, self._load_sent = load, now
+            for client in self._balancers:
+                _ = self._outputs[client]
+        for client in self._balancers & self._outputs.keys():
+            self._outputs[client].num_requests, self._outputs[client].waiting_tokens = load
 
     def _watch(self) -> None:
         """Set the watchdog for this step; at most once a second, because each time starts a thread."""

@@ -12,11 +12,17 @@ from qrt.serve.link.messages import Answer, Message, Ready, Refusal
 
 
 class StepOutput(Message):
-    """What happened to the requests of one API process since the last StepOutput."""
+    """What happened to the requests of one API process since the last StepOutput.
+
+    num_requests, waiting_tokens   the engine's load, for a client that has asked for it (`Hello.balances`):
+                                   requests of all clients that run or wait, tokens of those that wait
+    """
 
     accepted: list[str]
     refused: list[Refusal]
     deltas: list[StepDelta]
+    num_requests: int = 0
+    waiting_tokens: int = 0
 
 
 FromEngine = Ready | StepOutput | Answer

@@ -21,15 +21,16 @@ def serve(spec: Spec) -> None:
     eos = Tokenizer(spec.engine.tokenizer or spec.engine.model).eos_token_ids
     engine = Engine(spec.engine, eos_token_ids=eos)
     engine.warm_up_grammars()
+    (link,) = spec.links
     router = Router(
         engine,
-        model_name=spec.server.model_names[0],
+        names=spec.metric_names(link),
         watchdog_seconds=spec.server.watchdog_timeout,
         log_stats=not spec.server.disable_log_stats,
     )
     gc.collect()
     gc.freeze()  # the model's objects live as long as the process
-    with EnginePort(spec.socket) as port:
+    with EnginePort(link.socket) as port:
         router.run(port)
 
 

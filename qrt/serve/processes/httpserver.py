@@ -14,7 +14,8 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -24,6 +25,8 @@ from qrt.cli import run_main
 from qrt.serve.http.connection import Connection
 from qrt.serve.http.service import Service
 from qrt.serve.link.engine_client import ShutdownError
+from qrt.serve.link.engines import AnyClient, Engines
+from qrt.serve.link.prefixes import Prefixes
 from qrt.serve.link.process_client import ProcessClient
 from qrt.serve.processes.process import Spec, child_spec
 from qrt.serve.processes.supervisor import address_of
@@ -42,8 +45,8 @@ class HttpServer(uvicorn.Server):
     While it drains, running requests go on, /readiness is red, and new requests get 503.
     """
 
-    def __init__(self, app: FastAPI, service: Service, alive: int = -1) -> None:
-        """Serve `app`; the pipe `alive` closes when the engine dies."""
+    def __init__(self, app: FastAPI, service: Service, alive: Sequence[int] = ()) -> None:
+        """Serve `app`; each pipe of `alive` closes when its engine dies."""
         super().__init__(uvicorn_config(app, service.config))
         self._service = service
         self._alive = alive
@@ -55,8 +58,8 @@ class HttpServer(uvicorn.Server):
         loop = asyncio.get_running_loop()
         with contextlib.suppress(ValueError, RuntimeError):  # signals reach the main thread only
             loop.add_signal_handler(signal.SIGTERM, self.drain)
-        if self._alive >= 0:
-            loop.add_reader(self._alive, self._engine_died)
+        for engine, pipe in enumerate(self._alive):
+            loop.add_reader(pipe, self._engine_died, engine)
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -79,9 +82,9 @@ class HttpServer(uvicorn.Server):
         self._service.client.stop("the server is shutting down", ShutdownError)
         self.should_exit = True
 
-    def _engine_died(self) -> None:
-        asyncio.get_running_loop().remove_reader(self._alive)
-        self._service.client.stop("the engine process has died")
+    def _engine_died(self, engine: int) -> None:
+        asyncio.get_running_loop().remove_reader(self._alive[engine])
+        self._service.client.died(engine)
 
     async def _announce(self, sockets: list[socket.socket]) -> None:
         await self._service.client.ready.wait()
@@ -112,15 +115,27 @@ def serve(spec: Spec) -> None:
     """Serve until SIGTERM."""
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     tokenizer = Tokenizer(spec.engine.tokenizer or spec.engine.model)
-    client = ProcessClient(spec.socket, spec.name)
-    service = Service(client, tokenizer, spec.server)
+    service = Service(_client(spec), tokenizer, spec.server)
     app = create_app(service)
     if spec.name == "api-0":
         logger.info("routes: %s", ", ".join(sorted(app.openapi()["paths"])))
-    server = HttpServer(app, service, spec.alive)
+    server = HttpServer(app, service, [link.alive for link in spec.links])
     gc.collect()
     gc.freeze()  # the imported modules' objects live as long as the process
     server.run([socket.socket(fileno=spec.listener)])
+
+
+def _client(spec: Spec) -> AnyClient:
+    """Return the client of the server's engine, or of all its engines."""
+    if len(spec.links) == 1:
+        return ProcessClient(spec.links[0].socket, spec.name)
+    shared = Path(spec.links[0].socket).with_name("prefixes")
+    return Engines(
+        [ProcessClient(link.socket, spec.name, balances=True) for link in spec.links],
+        [link.name for link in spec.links],
+        metrics=[spec.metric_names(link) for link in spec.links],
+        prefixes=Prefixes(str(shared)) if spec.engine.enable_prefix_caching else None,
+    )
 
 
 def main() -> None:

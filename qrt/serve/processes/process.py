@@ -14,6 +14,7 @@ import msgspec
 
 from qrt.cli import CONTROL_CHARACTERS
 from qrt.config import EngineConfig
+from qrt.serve.link.metric_names import MetricNames
 from qrt.serve.settings import ServerConfig
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -21,23 +22,48 @@ MOST_OPEN_FILES = 1 << 16
 END_ENGINE = signal.SIGUSR1  # from the supervisor to the engine process
 
 
+class EngineLink(msgspec.Struct, frozen=True):
+    """How the server's processes know an engine.
+
+    index     its number, from 0
+    name      for people: "engine 1 (cuda:1)"
+    socket    path of its ipc socket, in a folder that only this user may enter
+    alive     file descriptor of a pipe that the engine process holds open for writing, and others for
+              reading: its end is the engine's end, however it died
+    """
+
+    index: int
+    name: str
+    socket: str
+    alive: int
+
+
 class Spec(msgspec.Struct, frozen=True):
     """The settings of a child process, as JSON on its stdin, so that no key is on a command line.
 
     name        the child's own: "engine", "api-0", ...
-    socket      path of the engine's ipc socket, in a folder that only this user may enter
-    listener    file descriptor of the listening HTTP socket; -1 in the engine process
-    alive       file descriptor of a pipe that the engine process holds open for writing: its end is the
-                engine's end, however it died
+    engine      of this engine process; an API process reads the names of model and tokenizer
+    links       to all engines; an engine process has its own
+    listener    file descriptor of the listening HTTP socket; -1 in an engine process
     """
 
     name: str
     engine: EngineConfig
     server: ServerConfig
-    socket: str
+    links: list[EngineLink]
     supervisor: int
     listener: int
-    alive: int
+
+    @property
+    def descriptors(self) -> set[int]:
+        """The file descriptors that the child inherits."""
+        return {self.listener, *(link.alive for link in self.links)} - {-1}
+
+    def metric_names(self, link: EngineLink) -> MetricNames:
+        """Return the names of an engine's metrics."""
+        server = self.server
+        index = link.index if server.data_parallel_size > 1 else None
+        return MetricNames(server.model_names[0], server.metrics_prefix, index)
 
 
 def child_spec(kind: str) -> Spec:
@@ -52,7 +78,7 @@ def child_spec(kind: str) -> Spec:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != spec.supervisor:
         sys.exit(f"{kind}: the supervisor has died")
-    for descriptor in {spec.listener, spec.alive} - {-1}:
+    for descriptor in spec.descriptors:
         os.set_inheritable(descriptor, False)
     allow_open_files()
     set_up_logging(spec.server.log_level, f"{spec.name} pid={os.getpid()}")

@@ -1,7 +1,8 @@
-"""Supervisor: starts the engine process and the API processes, watches them, and ends them all.
+"""Supervisor: starts the engine processes and the API processes, watches them, and ends them all.
 
 It holds the listening socket, so that it can replace an API process that dies without refusing a connection.
-If the engine dies, the server ends: all requests have failed, and its process manager restarts it.
+An engine that dies is not replaced: the others go on. If the last one dies, the server ends: all requests
+have failed, and its process manager restarts it.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from qrt.config import EngineConfig
-from qrt.serve.link.messages import EngineInfo, Gone, Hello, decode_ready
-from qrt.serve.link.sockets import ClientSocket
+from qrt.serve.link.messages import Gone
 from qrt.serve.processes.process import END_ENGINE, Spec
+from qrt.serve.processes.replicas import EngineProcess, engine_configs, engine_name, start_up_lines
 from qrt.serve.settings import ServerConfig, check_socket_path
 
 logger = logging.getLogger(__name__)
@@ -34,7 +36,6 @@ BACKLOG = 2048
 RED_SECONDS = 3.0  # time for which the API processes answer after the engine's death; /health is red
 END_SECONDS = 10.0  # time for a process to end after SIGTERM, beyond the time of its requests
 MAX_RESTARTS, RESTART_SECONDS = 3, 60.0  # most restarts of API processes in this time
-GIB = 1 << 30
 ENGINE, API = "qrt.serve.processes.engine", "qrt.serve.processes.httpserver"
 
 
@@ -42,11 +43,13 @@ class Supervisor:
     """Runs one server; `run` returns the exit code."""
 
     def __init__(self, engine: EngineConfig, server: ServerConfig) -> None:
-        self._engine_config, self._server = engine, server
+        self._configs = engine_configs(engine, server.data_parallel_size)
+        self._server = server
         self._stop = asyncio.Event()
         self._now = asyncio.Event()  # a second signal sets it: stop waiting
         self._signal = 0
         self._ready = False
+        self._engines: list[EngineProcess] = []
         self._apis: dict[asyncio.Task[int], tuple[str, asyncio.subprocess.Process]] = {}
         self._restarts: deque[float] = deque()
         self._num_started = 0
@@ -59,26 +62,36 @@ class Supervisor:
             self._listener = stack.enter_context(listen(self._server))
             if self._server.uds:
                 stack.callback(_unlink, Path(self._server.uds), os.stat(self._server.uds))
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="qrt-"))  # mode 0700
+            for index, config in enumerate(self._configs):
+                self._engines.append(self._engine(index, config, Path(folder)))
+                stack.callback(self._engines[-1].close)
             logger.info(
-                "loading %s; until it is there, /health and /readiness on %s answer 503, /liveness 200",
-                self._engine_config.model,
+                "loading %s%s; until it is there, /health and /readiness on %s answer 503, /liveness 200",
+                self._configs[0].model,
+                f" on {', '.join(each.link.name for each in self._engines)}" if self._several else "",
                 address_of(self._listener, self._server),
             )
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="qrt-"))  # mode 0700
-            self._socket = str(Path(folder) / "engine")
-            check_socket_path("TMPDIR", self._socket)
-            self._alive, held_by_engine = os.pipe()
-            stack.callback(os.close, self._alive)
-            engine = await self._spawn(ENGINE, "engine", held_by_engine)
-            os.close(held_by_engine)
-            self._link = ClientSocket(self._socket, "supervisor", decode_ready)
-            stack.callback(self._link.close)
             try:
-                for _ in range(self._server.api_server_count):
+                for engine in self._engines:
+                    name = f"engine-{engine.link.index}" if self._several else "engine"
+                    engine.started(await self._spawn(name, engine))
+                for _ in range(num_api_processes(self._server)):
                     await self._start_api()
-                return await self._watch(engine)
+                return await self._watch()
             finally:
-                await self._end(engine)
+                await self._end()
+
+    @property
+    def _several(self) -> bool:
+        return len(self._configs) > 1
+
+    def _engine(self, index: int, config: EngineConfig, folder: Path) -> EngineProcess:
+        socket, name = folder / "engine", "engine"
+        if self._several:
+            socket, name = folder / f"engine-{index}", engine_name(index, config)
+        check_socket_path("TMPDIR", str(socket))
+        return EngineProcess(index, config, socket, name)
 
     def _signalled(self, number: int) -> None:
         if self._stop.is_set():
@@ -86,18 +99,22 @@ class Supervisor:
         self._signal = number
         self._stop.set()
 
-    async def _spawn(self, module: str, name: str, alive: int) -> asyncio.subprocess.Process:
-        """Start a child; its Spec goes through stdin."""
-        # the engine must not hold the listening socket: connections would wait there forever
-        listener = -1 if module == ENGINE else self._listener.fileno()
-        spec = Spec(name, self._engine_config, self._server, self._socket, os.getpid(), listener, alive)
+    async def _spawn(self, name: str, engine: EngineProcess | None) -> asyncio.subprocess.Process:
+        """Start an engine's process, or an API process; its Spec goes through stdin."""
+        if engine is not None:  # it must not hold the listening socket: connections would wait there forever
+            module, config, listener = ENGINE, engine.config, -1
+            links = [replace(engine.link, alive=engine.held)]
+        else:
+            module, config, listener = API, self._configs[0], self._listener.fileno()
+            links = [each.link for each in self._engines]
+        spec = Spec(name, config, self._server, links, os.getpid(), listener)
         # progress bars are for terminals; on a full disk, writing one to a log would fail the whole load
         bars = {} if sys.stderr.isatty() else {"TQDM_DISABLE": "1"}
         with _sigint_blocked():
             child = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", module),
                 stdin=asyncio.subprocess.PIPE,
-                pass_fds=(alive,) if module == ENGINE else (alive, listener),
+                pass_fds=spec.descriptors,
                 env={**os.environ, **bars},
             )
         assert child.stdin is not None
@@ -110,38 +127,49 @@ class Supervisor:
     async def _start_api(self) -> None:
         name = f"api-{self._num_started}"
         self._num_started += 1
-        child = await self._spawn(API, name, self._alive)
+        child = await self._spawn(name, None)
         self._apis[asyncio.create_task(child.wait())] = (name, child)
 
-    async def _watch(self, engine: asyncio.subprocess.Process) -> int:
-        """Wait until a signal or the engine's death ends the server; return the exit code."""
-        stop, ended = asyncio.create_task(self._stop.wait()), asyncio.create_task(engine.wait())
-        ready = asyncio.create_task(self._announce())
+    async def _watch(self) -> int:
+        """Wait until a signal or the last engine's death ends the server; return the exit code."""
+        stop, ready = asyncio.create_task(self._stop.wait()), asyncio.create_task(self._announce())
+        living = {engine.ended: engine for engine in self._engines if engine.ended}
         while True:
-            await asyncio.wait({stop, ended, *self._apis}, return_when=asyncio.FIRST_COMPLETED)
-            if stop.done() or ended.done():
-                ready.cancel()
+            await asyncio.wait({stop, *living, *self._apis}, return_when=asyncio.FIRST_COMPLETED)
+            if stop.done():
                 break
+            for ended in [task for task in living if task.done()]:
+                engine = living.pop(ended)
+                if self._several:
+                    then = "the others go on" if living and self._ready else "the server ends"
+                    logger.error("%s died: %s; %s", engine.link.name, _status(ended.result()), then)
+                if not living or not self._ready:
+                    ready.cancel()
+                    return await self._outlive(ended.result())
             for task in [task for task in self._apis if task.done()]:
                 name, _ = self._apis.pop(task)
                 if not await self._replace(name, task.result()):
                     return 1
-        if ended.done() and not stop.done():
-            code = ended.result()
-            if not self._ready:
-                return code if code > 0 else 1  # the engine has logged the reason
-            logger.error("the engine process has died (%s); the server ends", _status(code))
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stop.wait(), RED_SECONDS)
-            return 1
+        ready.cancel()
         if self._signal == signal.SIGINT:
             return 130
         return 0 if self._ready else 128 + signal.SIGTERM
 
+    async def _outlive(self, code: int) -> int:
+        """Let the API processes tell of the engine's death, `code`; return the server's exit code."""
+        if not self._ready:
+            return code if code > 0 else 1  # the engine has logged the reason
+        if not self._several:
+            logger.error("the engine process has died (%s); the server ends", _status(code))
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._stop.wait(), RED_SECONDS)
+        return 1
+
     async def _replace(self, name: str, code: int) -> bool:
         """Start a new API process for one that died; return False if too many have died."""
         logger.error("API process %s has died (%s)", name, _status(code))
-        self._link.send(Gone(name))
+        for engine in self._engines:
+            engine.send(Gone(name))
         now = time.monotonic()
         self._restarts.append(now)
         while now - self._restarts[0] > RESTART_SECONDS:
@@ -154,15 +182,15 @@ class Supervisor:
         return True
 
     async def _announce(self) -> None:
-        """Log what runs, once the engine is ready."""
-        self._link.send(Hello())
-        message = await self._link.receive()
+        """Log what runs, once all engines are ready."""
+        infos = await asyncio.gather(*(engine.ready() for engine in self._engines))
+        for engine, info in zip(self._engines, infos, strict=True):
+            for line in start_up_lines(info):
+                logger.info("%s%s", f"{engine.link.name}: " if self._several else "", line)
         self._ready = True
-        for line in start_up_lines(message.info):
-            logger.info("%s", line)
 
-    async def _end(self, engine: asyncio.subprocess.Process) -> None:
-        """Drain and end the API processes, then the engine."""
+    async def _end(self) -> None:
+        """Drain and end the API processes, then the engines."""
         self._listener.close()
         if self._signal and self._ready:
             logger.info(
@@ -170,7 +198,8 @@ class Supervisor:
             )
         children = [(task, child) for task, (_, child) in self._apis.items()]
         await self._terminate(children, signal.SIGTERM, self._server.shutdown_timeout + END_SECONDS)
-        await self._terminate([(asyncio.create_task(engine.wait()), engine)], END_ENGINE, END_SECONDS)
+        engines = [(engine.ended, engine.child) for engine in self._engines if engine.ended]
+        await self._terminate(engines, END_ENGINE, END_SECONDS)
 
     async def _terminate(
         self,
@@ -261,15 +290,12 @@ def address_of(listener: socket.socket, server: ServerConfig) -> str:
     return f"http{'s' if server.ssl_keyfile else ''}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-def start_up_lines(info: EngineInfo) -> list[str]:
-    """Return the lines that are logged when the server is ready."""
-    return [
-        f"model: {info.model}, weights {info.weight_scheme}, {info.weight_bytes / GIB:.2f} GiB, "
-        f"activations {info.dtype} on {info.device}",
-        f"KV cache: {info.kv}, {info.kv_bytes_per_token:,} bytes per token, {info.pool_bytes / GIB:.2f} GiB",
-        f"KV pool: {info.pool_tokens:,} tokens; maximum concurrency for {info.max_model_len:,} tokens per "
-        f"request: {info.concurrency:.2f}x, at most {info.max_num_seqs} requests{info.kv_windows}",
-    ]
+def num_api_processes(server: ServerConfig) -> int:
+    """Return the number of API processes: as given, or one for each engine while cores are left for it."""
+    if server.api_server_count is not None:
+        return server.api_server_count
+    cores = len(os.sched_getaffinity(0))
+    return max(1, min(server.data_parallel_size, cores - server.data_parallel_size))
 
 
 def _status(code: int) -> str:

@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from qrt.serve.http.anthropic_errors import is_anthropic
 from qrt.serve.http.http_errors import add_error_handlers, error_response, unexpected_error
 from qrt.serve.http.service import Service, new_id
-from qrt.serve.link.engine_client import EngineClient
+from qrt.serve.link.engines import AnyClient
 from qrt.serve.link.messages import Failed
 from qrt.serve.routes.health import health_routes
 from qrt.serve.routes.lightllm import lightllm_routes
@@ -195,7 +195,7 @@ class Sender:
     """
 
     def __init__(
-        self, send: Send, client: EngineClient, name: str | None, request_id: str | None = None
+        self, send: Send, client: AnyClient, name: str | None, request_id: str | None = None
     ) -> None:
         """Start; `name` and `request_id` become headers by OpenAI's and Anthropic's name."""
         self._send = send

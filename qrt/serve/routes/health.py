@@ -13,7 +13,10 @@ from qrt.serve.http.service import Service
 
 
 def health_routes(service: Service) -> APIRouter:
-    """Make the routes. All but /health_generate are cheap: they generate nothing."""
+    """Make the routes. All but /health_generate are cheap: they generate nothing.
+
+    While some of a server's engines live, the server is healthy; the body then names the dead ones.
+    """
     routes = APIRouter()
 
     @routes.get("/health", include_in_schema=False)
@@ -23,7 +26,7 @@ def health_routes(service: Service) -> APIRouter:
     async def health() -> Response:
         service.check_running_or_draining()
         _check_engine(service)
-        return Response()
+        return JSONResponse({"dead": dead}) if (dead := service.client.dead) else Response()
 
     @routes.get("/liveness", include_in_schema=False)
     async def liveness() -> dict[str, str]:
@@ -33,7 +36,7 @@ def health_routes(service: Service) -> APIRouter:
     async def readiness() -> Response:
         service.check_running()
         _check_engine(service)
-        return JSONResponse({"status": "ready"})
+        return JSONResponse({"status": "ready"} | ({"dead": dead} if (dead := service.client.dead) else {}))
 
     @routes.get("/health_generate", responses=errors())
     async def health_generate() -> dict[str, str]:
@@ -51,7 +54,7 @@ def health_routes(service: Service) -> APIRouter:
 
 
 def _check_engine(service: Service) -> None:
-    """Raise HTTPException 503 if the engine would generate nothing."""
+    """Raise HTTPException 503 if no engine would generate anything."""
     if service.client.stopped:
         raise HTTPException(503, str(service.client.stopped))
     if service.client.silent_seconds > service.config.watchdog_timeout / 2:

@@ -7,6 +7,7 @@ import pytest
 from qrt.engine.schedule.output import StepDelta
 from qrt.engine.schedule.request import FinishReason
 from qrt.serve.link.messages import Add
+from qrt.serve.link.metric_names import MetricNames
 from qrt.serve.link.metrics import EngineMetrics
 
 
@@ -17,7 +18,7 @@ class Queue:
         self.scheduler = SimpleNamespace(
             waiting=[SimpleNamespace(id=str(i)) for i in range(count)], running=[]
         )
-        self.metrics = EngineMetrics(self, None, "model")
+        self.metrics = EngineMetrics(self, None, MetricNames("model"))
         for i in range(count):
             self.metrics.added(Add(str(i), [5] * (i + 1), {}, arrived=10.0 + i))
 

@@ -7,6 +7,7 @@ from qrt.engine.engine import Engine
 from qrt.sampling_params import SamplingParams
 from qrt.serve.link import router as router_module
 from qrt.serve.link.messages import Add, Gone, Hello, fields_of
+from qrt.serve.link.metric_names import MetricNames
 from qrt.serve.link.router import Router
 from qrt.serve.link.step_output import StepOutput
 
@@ -67,11 +68,16 @@ def test_metrics_of_a_step(router):
 
 
 def test_metrics_name_the_model():
-    """As it is served, else as its folder."""
+    """As it is served, else as its folder; one of several engines is named too."""
     engine = Engine(EngineConfig("tiny", kv_cache_memory_bytes=2**25))
-    for given, label in (({}, "tiny"), ({"model_name": "a/b"}, "a/b")):
-        samples = [s for family in Router(engine, **given).metrics.collect() for s in family.samples]
-        assert samples and all(sample.labels["model_name"] == label for sample in samples)
+    for names, prefix, labels in (
+        (None, "qrt:", {"model_name": "tiny"}),
+        (MetricNames("a/b", "vllm", 1), "vllm:", {"model_name": "a/b", "engine": "1"}),
+    ):
+        samples = [s for family in Router(engine, names=names).metrics.collect() for s in family.samples]
+        assert samples and all(labels.items() <= sample.labels.items() for sample in samples)
+        assert all(("engine" in sample.labels) == ("engine" in labels) for sample in samples)
+        assert all(sample.name.startswith(prefix) for sample in samples)
 
 
 def test_nothing_is_generated_for_who_is_gone(router):
@@ -82,3 +88,24 @@ def test_nothing_is_generated_for_who_is_gone(router):
     accepted = [id for _, who, message in port.sent if who == "api-1" for id in message.accepted]
     scheduler = router.engine.scheduler
     assert accepted == ["b", "d"] == [request.id for request in [*scheduler.running, *scheduler.waiting]]
+
+
+def test_those_who_balance_hear_of_the_load(router, monkeypatch):
+    """All of it, in each output and soon after a change; nobody else does."""
+    both = [("api-1", Hello(balances=True)), ("api-2", Hello(balances=True))]
+    added = [("api-0", add("a")), ("api-1", add("b"))]
+    port = Port(
+        [("api-0", Hello()), *both], added, [], [("supervisor", Gone("api-2"))], [("api-1", add("c"))]
+    )
+    monkeypatch.setattr(router_module, "time", port)
+    router.run(port)
+
+    def told(client: str) -> set[tuple[int, int]]:
+        outputs = [
+            message for _, who, message in port.sent if who == client and isinstance(message, StepOutput)
+        ]
+        return {(output.num_requests, output.waiting_tokens) for output in outputs}
+
+    assert told("api-0") == {(0, 0)}, "it has outputs, and has not asked"
+    assert told("api-1") == {(2, 3), (3, 6)}, "3 tokens wait in each prompt but the first"
+    assert told("api-2") == {(2, 3)}, "it is gone before the change"

@@ -25,7 +25,7 @@ def run(monkeypatch, server, spawned=lambda: None) -> int:
         spawned()
         return await asyncio.create_subprocess_exec("true")
 
-    supervisor = Supervisor(EngineConfig("tiny"), server)
+    supervisor = Supervisor(EngineConfig("tiny", device="cpu"), server)
     monkeypatch.setattr(supervisor, "_spawn", spawn)
     return asyncio.run(supervisor.run())
 
@@ -74,9 +74,18 @@ def test_failed_start_waits_for_no_requests(tmp_path, monkeypatch, caplog):
     assert "running requests" not in caplog.text
 
 
+def test_an_engine_that_does_not_start_ends_the_server(tmp_path, monkeypatch, caplog):
+    """The others do not go on without it."""
+    server = ServerConfig(model_names=("x",), uds=str(tmp_path / "socket"), data_parallel_size=3)
+    with caplog.at_level(logging.INFO):
+        assert run(monkeypatch, server) == 1
+    assert "loading tiny on engine 0 (cpu), engine 1 (cpu), engine 2 (cpu); " in caplog.text
+    assert caplog.text.count("(cpu) died: exit code 0; the server ends") == 1
+
+
 def test_the_last_of_many_deaths_is_said(monkeypatch, caplog):
     supervisor = Supervisor(EngineConfig("tiny"), served("x"))
-    supervisor._ready, supervisor._link = True, type("Link", (), {"send": lambda *_: None})()
+    supervisor._ready = True
 
     async def die() -> list[bool]:
         monkeypatch.setattr(supervisor, "_start_api", lambda: asyncio.sleep(0))
