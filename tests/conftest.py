@@ -105,6 +105,7 @@ def seeded():
     """Give every test the same random numbers, and only its own kernel launches."""
     torch.manual_seed(0)
     launch.written.clear()
+    launch.reached.clear()
 
 
 @pytest.fixture

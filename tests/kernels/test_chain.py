@@ -11,10 +11,12 @@ from qrt.kernels.chain import Link, chain, fits, kernel, ref
 from qrt.kernels.linear import choose
 from qrt.kernels.linear.tiles import digits_kernel
 from qrt.kernels.linear.tiles.make_digits_kernel import make_digits
+from qrt.kernels.peers import EXACT_TOKENS
 from qrt.layers.activations import ACTIVATIONS
 from qrt.quant.digits import MOST_TOKENS, room_for
 from qrt.quant.weight import WEIGHT_SCHEMES
 from random_weights import random_weight, reference, relative
+from rank_memory import Ranks
 
 EPS = 1e-5
 # hidden, heads * head_dim, inner, q and k and v; odd: of units and of tiles, halves: half of a tile more,
@@ -368,3 +370,35 @@ kernel.chain([x], norm[None], *weights, None, norm, norm, 1e-5, "w4a16")
 def test_kernel_compiles():
     products = 3 * 2 * 4  # of weights; 8 or 16 tokens; plain, shares, gated with silu and with gelu
     assert compiled(CODE) == {"_one_token": 10, "_make_digits": 2, "_digits_product": products, "_rmsnorm": 5}
+
+
+@pytest.mark.gpu
+@pytest.mark.ptx(tokens=[1, 9], qkv=[True])
+@pytest.mark.parametrize("tokens", [1, 9])
+@pytest.mark.parametrize("qkv", [True, False])
+def test_products_are_summed_over_ranks(device, tokens, qkv):
+    """What another rank has of o and of down lies in the memory when the kernels look for it."""
+    sizes = SIZES["small"]
+    weights = four(sizes, 4, False, device)
+    x, residual, prepared, norms = operands(sizes, weights, "w4a16", device, tokens=tokens)
+    parts = [torch.randn_like(residual) for _ in range(2)]
+    ranks = Ranks(2, sizes[0], device, rows=16)
+    sums = [part.float() if tokens <= EXACT_TOKENS else part for part in parts]
+    for part in sums:
+        ranks.arrive(0, [None, part])
+        ranks.counts[0] += 1
+    ranks.counts[0].zero_()
+    args = *prepared[:3], prepared[3] if qkv else [], None, *norms, EPS, "w4a16"
+    link = Link(*args, peers=ranks.memories[0].words)
+    assert fits(x.shape[1], residual, link)
+    want_residual, want = residual.double() + reference(x, weights[0]) + parts[0].double(), None
+    gate, up = reference(normed(want_residual, norms[0]), weights[1]).chunk(2, -1)
+    want_residual = want_residual + reference(ACTIVATIONS["silu"](gate) * up, weights[2]) + parts[1].double()
+    want = normed(want_residual, norms[1])
+    got = kernel.chain([x], residual, *link)
+    assert relative(residual, want_residual) < 2**-8 and ranks.is_empty(0)
+    assert relative(got, reference(want, weights[3]) if qkv else want) < 2**-6
+
+
+def normed(y, weight):
+    return y / (y.square().mean(-1, keepdim=True) + EPS).sqrt() * weight.double()

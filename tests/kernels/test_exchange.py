@@ -11,63 +11,18 @@ import torch.distributed as dist
 from operators import check_operator
 
 from backends import COMPILED, GPU, PTX
-from ptx import launch
 from ptx.values import Fault
 from qrt.kernels import peer_memory
 from qrt.kernels.exchange import kernel as exchange
 from qrt.kernels.exchange import largest, ref
-from qrt.kernels.peer_memory import EMPTY, Memory, block_bytes, places_bytes, row_bytes_for, rows_for
+from qrt.kernels.peer_memory import EMPTY, Memory, places_bytes, row_bytes_for, rows_for
 from qrt.kernels.peers import EXACT_TOKENS, Peers
 from qrt.kernels.rmsnorm import kernel
 from qrt.kernels.rmsnorm import ref as rmsnorm_ref
 from qrt.quant import affine
+from rank_memory import Ranks
 
-ROWS, EPS = 8, 1e-5
-
-
-class Ranks:
-    """Ranks whose blocks are tensors of this process, `shared` with others if asked for."""
-
-    def __init__(self, size, width, device, shared=False):
-        self.size, self.row_bytes = size, row_bytes_for(width)
-        words = block_bytes(size, ROWS, self.row_bytes) // 4
-        blocks = [torch.full((words,), EMPTY, dtype=torch.int32, device=device) for _ in range(size)]
-        self.blocks = [block.share_memory_() for block in blocks] if shared else blocks
-        launch.reached[:] = self.blocks
-        self.counts = [block[-ROWS:] for block in self.blocks]
-        self.places = [block[:-ROWS].view(2, size, ROWS, -1) for block in self.blocks]
-        for counts in self.counts:
-            counts.zero_()
-        addresses = [block.data_ptr() for block in self.blocks]
-        self.memories = [Memory.of(addresses, rank, ROWS, self.row_bytes, device) for rank in range(size)]
-
-    def arrive(self, rank, rows):
-        """Put the rows [T, ..] of all ranks but `rank` where that one looks for them."""
-        for source, data in enumerate(rows):
-            if source != rank:
-                bits = data.contiguous().view(torch.int32).view(len(data), -1)
-                turn = self.counts[rank][: len(data)] & 1
-                for i, row in enumerate(bits):
-                    self.places[rank][int(turn[i]), source, i, : len(row)] = row
-
-    def sent(self, rank, to, like):
-        """What `rank` has put into the block of `to` in its last exchange."""
-        turn = self.counts[rank][: len(like)] - 1 & 1
-        found = torch.stack([self.places[to][int(turn[i]), rank, i] for i in range(len(like))])
-        return found.view(like.dtype)[:, : like[0].numel()]
-
-    def take_away(self, rank, to):
-        """Empty what `rank` has written for `to`, as that one would."""
-        self.places[to][:, rank] = EMPTY
-
-    def is_empty(self, rank):
-        return all((self.places[rank][:, s] == EMPTY).all() for s in range(self.size) if s != rank)
-
-
-@pytest.fixture(autouse=True)
-def nothing_else_reached():
-    yield
-    launch.reached.clear()
+EPS = 1e-5
 
 
 def states(ranks, exchanges, copies):

@@ -14,7 +14,7 @@ residual is updated in place.
 
 Values are rounded to residual's dtype wherever separate operators would round them, so only the products
 differ. For one token their sums have another order; one launch does what takes seven otherwise. For more
-tokens the products read their inputs as `Digits`. `fits` says whether `chain` may be called.
+tokens, or ranks, the products read their inputs as `Digits`. `fits` says whether `chain` may be called.
 
 Where a mixture stands between o and qkv, two operators do what is around it, also by `Digits`:
 
@@ -65,6 +65,8 @@ class Link(NamedTuple):
     attention_out       [H]: the weight of the norm behind o, or None
     mlp_out             [H]: the weight of the norm behind down, or None
     scale               what both are multiplied by before they are added
+    peers               words of the memory (qrt.kernels.peer_memory) of ranks that each have a part of o and
+                        down, whose outputs are summed over all of them before anything else; or None
     """
 
     o: Sequence[Tensor]
@@ -80,6 +82,7 @@ class Link(NamedTuple):
     attention_out: Tensor | None = None
     mlp_out: Tensor | None = None
     scale: float = 1.0
+    peers: Tensor | None = None
 
 
 class FromAttention(NamedTuple):
@@ -91,6 +94,7 @@ class FromAttention(NamedTuple):
     scheme    the weight scheme of o
     behind    [H]: the weight of the norm behind o, or None
     scale     what the result of that is multiplied by before it is added
+    peers     words of the memory of ranks over which the result is summed first, or None
     """
 
     o: Sequence[Tensor]
@@ -99,6 +103,7 @@ class FromAttention(NamedTuple):
     scheme: str
     behind: Tensor | None = None
     scale: float = 1.0
+    peers: Tensor | None = None
 
 
 class ToAttention(NamedTuple):
@@ -111,6 +116,7 @@ class ToAttention(NamedTuple):
     scheme    the weight scheme of qkv
     behind    [H]: the weight of the norm behind the mixture, or None
     scale     what the result of that is multiplied by before it is added
+    peers     words of the memory of ranks over which the result is summed first, or None
     """
 
     qkv: Sequence[Tensor]
@@ -120,14 +126,15 @@ class ToAttention(NamedTuple):
     scheme: str
     behind: Tensor | None = None
     scale: float = 1.0
+    peers: Tensor | None = None
 
 
 def fits(attended: int, residual: Tensor, link: Link) -> bool:
     """Return whether the kernels take these products; o reads `attended` inputs.
 
     They need bf16 on a Hopper GPU, and weight-only integers with 16-bit scales of 128 inputs or more, whose
-    inputs are not reordered. For several tokens, all input sizes must be multiples of 128. For one token, the
-    inputs and a program's sums must fit in shared memory.
+    inputs are not reordered. For several tokens, and for a rank of several, all input sizes must be multiples
+    of 128. Else, for one token, the inputs and a program's sums must fit in shared memory.
     """
     kind, tokens = _tiled_integers(residual, link.scheme), residual.shape[0]
     if kind is None:
@@ -137,7 +144,7 @@ def fits(attended: int, residual: Tensor, link: Link) -> bool:
     if not all(_takes(weight, tiled[0]) for weight in tiled):
         return False
     halves = tiled[1].out_features
-    if tokens > 1:
+    if tokens > 1 or link.peers is not None:
         whole = all(inputs % GROUP == 0 for inputs in (attended, residual.shape[1], halves // 2))
         return whole and all(w.out_features % TILE_ROWS == 0 for w in tiled)
     inputs = max(w.packed.shape[1] * (16 // kind.bits) * w.packed.shape[3] for w in tiled)

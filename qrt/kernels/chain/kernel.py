@@ -1,7 +1,8 @@
 """The operators of `qrt.kernels.chain` on CUDA tensors.
 
-`chain` is one kernel for one token, and six or seven that use `Digits` for a few. The others are two such
-kernels, with `make_digits` in front where attention did not leave its result as digits.
+`chain` is one kernel for one token, and six or seven that use `Digits` for a few tokens, or for a rank of
+several. The others are two such kernels, with `make_digits` in front where attention did not leave its result
+as digits.
 """
 
 from __future__ import annotations
@@ -35,23 +36,24 @@ def chain(
     attention_out: Tensor | None = None,
     mlp_out: Tensor | None = None,
     scale: float = 1.0,
+    peers: Tensor | None = None,
 ) -> Tensor:
     """See the package's docstring."""
     tokens = len(residual)
-    if tokens == 1 and len(x) == 1:
+    if tokens == 1 and len(x) == 1 and peers is None:
         products, norms = (o, gate_up, down, qkv), (attention_out, mlp_norm, mlp_out, norm)
         return one_token(x[0], residual, products, bias, norms, eps, scheme, act, scale)
     attended = _attended(x, tokens)
     bits, room = WEIGHT_SCHEMES[scheme].bits, room_for(tokens)
     y = digits_shares(attended, TiledWeight(*o), bits)
-    normal = add_rmsnorm_digits(residual, y, mlp_norm, eps, room, attention_out, scale)
+    normal = add_rmsnorm_digits(residual, y, mlp_norm, eps, room, attention_out, scale, peers)
     y = digits_shares(
         gated_digits_product(normal, TiledWeight(*gate_up), bits, act), TiledWeight(*down), bits
     )
     if not qkv:
         assert norm is not None
-        return add_rmsnorm(residual, y, norm, eps, mlp_out, eps, scale)
-    return to_attention(y, residual, qkv, bias, norm, eps, scheme, mlp_out, scale)
+        return add_rmsnorm(residual, y, norm, eps, mlp_out, eps, scale, peers)
+    return to_attention(y, residual, qkv, bias, norm, eps, scheme, mlp_out, scale, peers)
 
 
 def from_attention(
@@ -63,10 +65,11 @@ def from_attention(
     scheme: str,
     behind: Tensor | None = None,
     scale: float = 1.0,
+    peers: Tensor | None = None,
 ) -> Tensor:
     """See the package's docstring."""
     y = digits_shares(_attended(x, len(residual)), TiledWeight(*o), WEIGHT_SCHEMES[scheme].bits)
-    return add_rmsnorm(residual, y, norm, eps, behind, eps, scale)
+    return add_rmsnorm(residual, y, norm, eps, behind, eps, scale, peers)
 
 
 def to_attention(
@@ -79,9 +82,10 @@ def to_attention(
     scheme: str,
     behind: Tensor | None = None,
     scale: float = 1.0,
+    peers: Tensor | None = None,
 ) -> Tensor:
     """See the package's docstring."""
-    normal = add_rmsnorm_digits(residual, y, norm, eps, room_for(len(residual)), behind, scale)
+    normal = add_rmsnorm_digits(residual, y, norm, eps, room_for(len(residual)), behind, scale, peers)
     return digits_product(normal, TiledWeight(*qkv), bias, WEIGHT_SCHEMES[scheme].bits, residual.dtype)
 
 

@@ -28,14 +28,15 @@ def chain(
     attention_out: Tensor | None = None,
     mlp_out: Tensor | None = None,
     scale: float = 1.0,
+    peers: Tensor | None = None,
 ) -> Tensor:
     """See the package's docstring."""
-    add_normed(residual, linear(_attended(x, residual), o, None, scheme), attention_out, eps, scale)
+    add_normed(residual, linear(_attended(x, residual), o, None, scheme), attention_out, eps, scale, peers)
     y = residual if mlp_norm is None else rmsnorm(residual, mlp_norm, eps)
     y = linear(act_mul(linear(y, gate_up, None, scheme), act), down, None, scheme)
     if qkv:
-        return to_attention(y, residual, qkv, bias, norm, eps, scheme, mlp_out, scale)
-    add_normed(residual, y, mlp_out, eps, scale)
+        return to_attention(y, residual, qkv, bias, norm, eps, scheme, mlp_out, scale, peers)
+    add_normed(residual, y, mlp_out, eps, scale, peers)
     return residual if norm is None else rmsnorm(residual, norm, eps)
 
 
@@ -48,9 +49,10 @@ def from_attention(
     scheme: str,
     behind: Tensor | None = None,
     scale: float = 1.0,
+    peers: Tensor | None = None,
 ) -> Tensor:
     """See the package's docstring."""
-    add_normed(residual, linear(_attended(x, residual), o, None, scheme), behind, eps, scale)
+    add_normed(residual, linear(_attended(x, residual), o, None, scheme), behind, eps, scale, peers)
     return rmsnorm(residual, norm, eps)
 
 
@@ -64,9 +66,10 @@ def to_attention(
     scheme: str,
     behind: Tensor | None = None,
     scale: float = 1.0,
+    peers: Tensor | None = None,
 ) -> Tensor:
     """See the package's docstring."""
-    add_normed(residual, y, behind, eps, scale)
+    add_normed(residual, y, behind, eps, scale, peers)
     return linear(residual if norm is None else rmsnorm(residual, norm, eps), qkv, bias, scheme)
 
 
