@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Any, Protocol, TypeGuard
+from typing import Any, NamedTuple, Protocol, TypeGuard
 
 from qrt.errors import ConfigError
 
@@ -24,11 +25,11 @@ class TensorLike(Protocol):
 def expect(
     tensor: TensorLike, shape: str | None, dtype: Any = None, name: str = "tensor", **sizes: int
 ) -> Mapping[str, int]:
-    """Check `tensor` against a shape such as "B Hq D" or "N 4"; return the sizes of the letters.
+    """Check `tensor` against a shape such as "B Hq D", "N 4" or "N K*4/32"; return the sizes of the letters.
 
-    A number, or a letter given in `sizes`, must match; a new letter takes the tensor's size. None allows any
-    shape. `dtype` is one dtype or a tuple of them. Raises ValueError with the tensor's name, what was
-    expected and what came.
+    A number, or a letter given in `sizes`, must match; a new letter takes the tensor's size. Of a letter with
+    factors there are as many as fit (`Dimension`). None allows any shape. `dtype` is one dtype or a tuple of
+    them. Raises ValueError with the tensor's name, what was expected and what came.
     """
     bound = {} if shape is None else _bind(shape, tuple(tensor.shape), tuple(sizes.items()))
     if bound is None:
@@ -42,13 +43,40 @@ def expect(
     return bound
 
 
+class Dimension(NamedTuple):
+    """A dimension of a shape string, such as "K*4/32": words of 32 bits that hold K codes of 4.
+
+    letter   what it counts
+    times    bits, or whatever, of each
+    over     how many of those are one element; the last may be filled in part
+    """
+
+    letter: str
+    times: int = 1
+    over: int = 1
+
+    def of(self, size: int) -> int:
+        """Return the elements for `size` of the letter."""
+        return -(-size * self.times // self.over)
+
+
+@lru_cache(maxsize=1 << 10)
+def dimension(word: str) -> Dimension:
+    """Read one dimension of a shape string."""
+    letter, times, over = re.fullmatch(r"(\w+)(?:\*(\d+))?(?:/(\d+))?", word).groups()  # type: ignore[union-attr]
+    return Dimension(letter, int(times or 1), int(over or 1))
+
+
 @lru_cache(maxsize=1 << 12)
 def _bind(shape: str, got: tuple[int, ...], sizes: tuple[tuple[str, int], ...]) -> Mapping[str, int] | None:
     """Return the sizes of the letters of a shape string; None if the shape does not fit."""
     wanted, bound = shape.split(), dict(sizes)
     good = len(wanted) == len(got)
-    for letter, size in zip(wanted, got, strict=False):
-        good &= size == (int(letter) if letter.isdigit() else bound.setdefault(letter, size))
+    for own, size in zip(map(dimension, wanted), got, strict=False):
+        if not own.letter.isdigit():
+            good &= size == own.of(bound.setdefault(own.letter, size * own.over // own.times))
+        else:
+            good &= size == int(own.letter)
     return MappingProxyType(bound) if good else None
 
 

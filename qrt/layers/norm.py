@@ -55,10 +55,14 @@ NormLayer = RMSNorm | LayerNorm
 
 
 class WholeNorm:
-    """A norm over all heads of a token at once: x [T, heads, D] as rows of heads * D."""
+    """A norm over all heads of a token at once: x [T, heads, D] as rows of heads * D.
 
-    def __init__(self, norm: NormLayer) -> None:
-        self.norm = norm
+    ranks   how many ranks have as many of its heads each; the norm is then that of all: the mean of x^2 is
+            the mean of the ranks' means
+    """
+
+    def __init__(self, norm: NormLayer, ranks: int = 1) -> None:
+        self.norm, self.ranks = norm, ranks
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, heads, D] -> the same shape, a new tensor."""

@@ -11,6 +11,7 @@ from tqdm import tqdm
 
 from qrt.arch import Arch
 from qrt.arch.experts import Experts
+from qrt.arch.part import WHOLE, Part, head_rows, heads, of_rank
 from qrt.errors import UnsupportedError
 from qrt.kernels.scores import Scores
 from qrt.layers.activations import XIELU
@@ -51,35 +52,52 @@ class WeightSource(Protocol):
         """Return whether there is a tensor `name`."""
 
 
-def build(arch: Arch, weights: WeightSource, *, progress: str | None) -> Decoder:
+def build(arch: Arch, weights: WeightSource, part: Part | None = None, *, progress: str | None) -> Decoder:
     """Build the decoder layer by layer, with a progress bar on stderr called `progress`; None: without.
 
-    Its steps run fused where `qrt.model.fused` can run its layers, else plainly.
+    Its steps run fused where `qrt.model.fused` can run its layers, else plainly. With a `part` it is a
+    rank's: an ordinary decoder of the rank's architecture. What its attention, and its mlp, add to a token is
+    to be summed over the ranks, and its logits are those of its `head_rows`. Raises ConfigError where so many
+    ranks cannot share the model.
     """
-    ropes = _Ropes(arch, weights.device)
+    part = part or WHOLE
+    own, ropes = of_rank(arch, part), _Ropes(arch, weights.device)
     embed = _embedding(arch, weights)
     indices: Iterable[int] = range(arch.num_layers)
     if progress is not None:  # `disable` would override TQDM_DISABLE
         indices = tqdm(indices, progress, unit="layer")
-    layers = [_Layer(arch, weights, i, ropes).layer() for i in indices]
+    layers = [_Layer(arch, part, weights, i, ropes).layer() for i in indices]
     norm = norm_layer(arch, weights, arch.names.norm, arch.hidden_size)
-    head = Stack((arch.names.head,), (arch.vocab_size,), arch.hidden_size, arch.head_bias)
-    if arch.tied_embeddings and not arch.unit_head:
-        bias = weights.tensor(f"{arch.names.head}.bias", (arch.vocab_size,)) if arch.head_bias else None
-        tied = WeightData(embed.weight, bias=bias)
-        linear = Linear.pack("fp16", tied, weights.device, weights.dtype)
-    else:
-        linear = weights.head(head, unit=arch.unit_head)
-    decoder = Decoder(arch, embed, layers, norm, linear, [ropes.behind(i) for i in range(arch.num_layers)])
+    head = _head(arch, part, weights, embed)
+    decoder = Decoder(own, embed, layers, norm, head, [ropes.behind(i) for i in range(arch.num_layers)])
     return FusedDecoder.of(decoder) or decoder
 
 
+def _head(arch: Arch, part: Part, weights: WeightSource, embed: Embedding) -> Linear:
+    """Return the rank's rows of the head; of one that is tied they are a view of the embedding."""
+    own, module = head_rows(arch.vocab_size, part), arch.names.head
+    if arch.tied_embeddings and not arch.unit_head:
+        bias = weights.tensor(f"{module}.bias", (arch.vocab_size,)) if arch.head_bias else None
+        rows = slice(own.start, own.stop)
+        tied = WeightData(embed.weight[rows], bias=None if bias is None else bias[rows])
+        return Linear.pack("fp16", tied, weights.device, weights.dtype)
+    places = None if part == WHOLE else torch.arange(own.start, own.stop)
+    stack = Stack((module,), (arch.vocab_size,), arch.hidden_size, arch.head_bias, places=places)
+    return weights.head(stack, unit=arch.unit_head)
+
+
 def norm_layer(
-    arch: Arch, weights: WeightSource, name: str, *shape: int, channels: Tensor | None = None
+    arch: Arch,
+    weights: WeightSource,
+    name: str,
+    *shape: int,
+    channels: Tensor | None = None,
+    own: range | None = None,
 ) -> NormLayer:
     """Return the norm that the checkpoint stores as `name`, of weight `shape`.
 
-    channels  the stored channel that goes to each place of the last dimension, or None
+    channels  the stored channel that goes to each place of the last dimension, or None: as they are
+    own       which of the first dimension are kept, or None: all
     """
     spec = arch.norm
     if spec.kind == "unit":
@@ -87,6 +105,7 @@ def norm_layer(
 
     def read(name: str) -> Tensor:
         tensor = weights.tensor(name, shape)
+        tensor = tensor if own is None else tensor[own.start : own.stop]
         return tensor if channels is None else tensor[..., channels.to(tensor.device)].contiguous()
 
     stored = read(f"{name}.weight")
@@ -143,16 +162,17 @@ def _q_scale(arch: Arch, device: torch.device) -> Tensor | None:
 
 
 class _Layer:
-    """Builds layer `index`."""
+    """Builds a rank's part of layer `index`; `arch` is that of the whole model."""
 
-    def __init__(self, arch: Arch, weights: WeightSource, index: int, ropes: _Ropes) -> None:
-        self.arch, self.weights, self.index, self.ropes = arch, weights, index, ropes
+    def __init__(self, arch: Arch, part: Part, weights: WeightSource, index: int, ropes: _Ropes) -> None:
+        self.arch, self.part, self.weights, self.index, self.ropes = arch, part, weights, index, ropes
         self.prefix = f"{arch.names.layers}.{index}"
 
     def layer(self) -> DecoderLayer:
         """Return it."""
         arch, names = self.arch, self.arch.names
-        linears = {role: self.weights.linear(stack) for role, stack in stacks(arch, self.index).items()}
+        own = stacks(arch, self.index, self.part)
+        linears = {role: self.weights.linear(stack) for role, stack in own.items()}
         norms = Norms(
             *(
                 self._norm(name)
@@ -173,40 +193,42 @@ class _Layer:
         return norm_layer(self.arch, self.weights, f"{self.prefix}.{name}", self.arch.hidden_size)
 
     def _heads(self) -> Heads:
-        arch = self.arch
+        arch, (q, kv) = self.arch, heads(self.arch, self.part)
         after = arch.turns_first and arch.layers[self.index].rope is not None
         return Heads(
-            arch.num_heads,
-            arch.num_kv_heads,
+            len(q),
+            len(kv),
             arch.head_dim,
-            self._scores(),
-            q_norm=self._head_norm(arch.names.q_norm, arch.num_heads),
-            k_norm=self._head_norm(arch.names.k_norm, arch.num_kv_heads),
+            self._scores(q),
+            q_norm=self._head_norm(arch.names.q_norm, q, arch.num_heads),
+            k_norm=self._head_norm(arch.names.k_norm, kv, arch.num_kv_heads),
             turned_first=self.ropes.of(self.index) if after else None,
             clip=arch.clip,
             q_scale=self.ropes.q_scale if arch.layers[self.index].q_scaled else None,
         )
 
-    def _scores(self) -> Scores:
-        arch, reach = self.arch, self.arch.reach(self.index)
-        slopes = torch.tensor(arch.alibi, dtype=torch.float32, device=self.weights.device)
+    def _scores(self, own: range) -> Scores:
+        """Return those of the query heads `own`."""
+        arch, reach, heads = self.arch, self.arch.reach(self.index), slice(own.start, own.stop)
+        slopes = torch.tensor(arch.alibi[heads], dtype=torch.float32, device=self.weights.device)
         return Scores(
             arch.head_dim**-0.5 if arch.attention_scale is None else arch.attention_scale,
             reach.window,
             arch.reaches.index(reach),
             arch.softcap or 0.0,
             slopes if arch.alibi else None,
-            self._sinks(),
+            self._sinks(heads),
             reach.segment,
         )
 
-    def _sinks(self) -> Tensor | None:
+    def _sinks(self, heads: slice) -> Tensor | None:
         arch = self.arch
         if arch.names.sinks is None:
             return None
-        return self.weights.tensor(f"{self.prefix}.{arch.names.sinks}", (arch.num_heads,)).float()
+        return self.weights.tensor(f"{self.prefix}.{arch.names.sinks}", (arch.num_heads,)).float()[heads]
 
-    def _head_norm(self, name: str, heads: int) -> HeadNorm | None:
+    def _head_norm(self, name: str, own: range, heads: int) -> HeadNorm | None:
+        """Return the norm of the heads `own` of `heads`."""
         arch, weights, full = self.arch, self.weights, f"{self.prefix}.{name}"
         channels = head_channels(arch, self.index)
         match arch.qk_norm:
@@ -219,15 +241,16 @@ class _Layer:
             case "modules":
                 parts = [
                     norm_layer(arch, weights, f"{full}.norms.{i}", arch.head_dim, channels=channels)
-                    for i in range(heads)
+                    for i in own
                 ]
                 return LayerNorm(torch.stack([part.parameters()[0] for part in parts]), None, arch.norm.eps)
             case "each":
-                return norm_layer(arch, weights, full, heads, arch.head_dim, channels=channels)
+                return norm_layer(arch, weights, full, heads, arch.head_dim, channels=channels, own=own)
             case "whole":
-                if channels is not None:
-                    channels = (torch.arange(heads)[:, None] * arch.head_dim + channels).flatten()
-                return WholeNorm(norm_layer(arch, weights, full, heads * arch.head_dim, channels=channels))
+                places = torch.arange(arch.head_dim) if channels is None else channels
+                places = (torch.tensor(own)[:, None] * arch.head_dim + places).flatten()
+                norm = norm_layer(arch, weights, full, heads * arch.head_dim, channels=places)
+                return WholeNorm(norm, self.part.ranks)
         return None
 
     def _mlp(self, linears: dict[str, Linear]) -> MLP:
@@ -246,7 +269,7 @@ class _Layer:
     def _mixture(self, linears: dict[str, Linear]) -> Mixture:
         arch, weights, experts = self.arch, self.weights, self.arch.experts
         assert experts is not None
-        of_each = [expert_stacks(arch, self.index, number) for number in range(experts.count)]
+        of_each = [expert_stacks(arch, self.index, i, self.part) for i in range(experts.count)]
         gate_up, down = (weights.experts([own[role] for own in of_each]) for role in ("gate_up", "down"))
         if gate_up.scheme != down.scheme:
             raise UnsupportedError(

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from qrt.arch import Arch
+from qrt.arch.part import Part
 from qrt.arch.read import read_arch
 from qrt.checks import first_few
 from qrt.errors import CheckpointError, UnsupportedError
@@ -23,36 +23,53 @@ from qrt.model.names import CORRECTION, check_names, place_names
 from qrt.model.random import RandomWeights
 from qrt.model.stacks import Stack
 from qrt.quant.checkpoint import Checkpoint, open_checkpoint
+from qrt.quant.checkpoint.cut import Cut, InsideGroup
+from qrt.quant.checkpoint.folder import mismatch
 from qrt.quant.checkpoint.format import FLOATS
+from qrt.quant.weight import partition
 from qrt.quant.weight.base import WeightData, fuse
 
 logger = logging.getLogger(__name__)
 
 
 def dummy_model(
-    checkpoint: Checkpoint, *, device: torch.device, dtype: torch.dtype, headless: bool = False
+    checkpoint: Checkpoint,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    headless: bool = False,
+    part: Part | None = None,
 ) -> Decoder:
-    """Make random weights of the sizes, schemes and grids in `checkpoint`'s config.json; read no tensor."""
+    """Make random weights of the sizes, schemes and grids in `checkpoint`'s config.json; read no tensor.
+
+    `headless` and `part` are as in `load_model`.
+    """
     arch = _architecture(checkpoint, headless)
-    return build(arch, RandomWeights(checkpoint.grid, device, dtype), progress="Making weights")
+    return build(arch, RandomWeights(checkpoint.grid, device, dtype), part, progress="Making weights")
 
 
 def load_model(
-    source: str | Path | Checkpoint, *, device: torch.device, dtype: torch.dtype, headless: bool = False
+    source: str | Path | Checkpoint,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    headless: bool = False,
+    part: Part | None = None,
 ) -> Decoder:
     """Load a checkpoint folder (or "tiny") on `device`; what is not quantized is cast to `dtype`.
 
-    `headless` leaves out the head of the vocabulary, for a model that pools.
+    `headless` leaves out the head of the vocabulary, for a model that pools. With a `part` the decoder is a
+    rank's (`build`), which reads its part of the Linears alone.
 
     Raises UnsupportedError for an architecture or scheme qrt does not run and for a quantized embedding or
     norm, CheckpointError for tensors that are missing, left over or of another shape than config.json says,
-    each by name.
+    each by name, and ConfigError for ranks that cannot share the model.
     """
     checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
     arch = _untie(place_names(_architecture(checkpoint, headless), checkpoint), checkpoint)
     check_names(arch, checkpoint)
     weights = CheckpointWeights(checkpoint, device, dtype)
-    decoder = build(arch, weights, progress="Loading weights")
+    decoder = build(arch, weights, part, progress="Loading weights")
     left = [module for module in weights.unquantized if module != arch.names.head]
     if left and len(decoder.schemes) > 1:
         logger.warning("left unquantized by the checkpoint: %s", first_few(left))
@@ -82,9 +99,10 @@ class CheckpointWeights:
     def experts(self, stacks: Sequence[Stack]) -> ExpertLinear:
         """Read and check the Linears of all experts, one after the other; raises as `linear` does."""
         if stacks[0].expert is not None:
-            self.checkpoint.expect_experts(stacks[0].modules[0], len(stacks))
+            for module in filter(None, (*stacks[0].modules, stacks[0].reader)):
+                self.checkpoint.expect_experts(module, len(stacks))
         first, model = self._read(stacks[0])
-        reordered = any(map(self.checkpoint.is_reordered, chain.from_iterable(s.modules for s in stacks)))
+        reordered = not stacks[0].ordered and any(map(self._is_reordered, stacks))
 
         def each() -> Iterator[WeightData]:
             for stack in stacks:
@@ -111,13 +129,15 @@ class CheckpointWeights:
 
     def _read(self, stack: Stack) -> tuple[str, WeightData]:
         """Return the scheme and the canonical weight of `stack`, its rows in run-time order."""
-        schemes, parts = [], []
+        rows = self._rows(stack)
+        schemes, parts, read, first = [], [], [], 0
         for module, out in zip(stack.modules, stack.outs, strict=True):
-            scheme, part = self._stored(stack, module)
-            if part.values.shape != (out, stack.in_features):
-                raise self._mismatch(module, part.values.shape, (out, stack.in_features))
+            own = None if rows is None else rows[(rows >= first) & (rows < first + out)] - first
+            scheme, part, found = self._stored(stack, module, out, own)
             schemes.append(scheme)
             parts.append(part)
+            read.append(first + found)
+            first += out
         remedy = "fused projections must be quantized alike; quantize or ignore them together"
         if len(set(schemes)) > 1:
             came = ", ".join(f"{m} is {s}" for m, s in zip(stack.modules, schemes, strict=True))
@@ -130,14 +150,47 @@ class CheckpointWeights:
             ) from error
         self.unquantized += stack.modules if weight.scale is None else ()
         if not stack.bias:
-            weight = replace(weight, bias=None)  # zeros: check_names
-        return schemes[0], weight if stack.order is None else weight.rows(stack.order)
+            weight = replace(weight, bias=None)  # zeros: check_names; or another rank adds it
+        stacked = torch.cat(read)
+        if rows is None or torch.equal(rows, stacked):
+            return schemes[0], weight
+        return schemes[0], weight.rows(torch.searchsorted(stacked, rows))
 
-    def _stored(self, stack: Stack, module: str) -> tuple[str, WeightData]:
-        """Return the scheme and the canonical weight of one of the Linears of `stack`."""
+    def _rows(self, stack: Stack) -> Tensor | None:
+        """Return the stacked rows of `stack` in run-time order, with which its reader needs no order."""
+        order = None if stack.reader is None else self.checkpoint.order(stack.reader, stack.expert)
+        return stack.rows(order)
+
+    def _is_reordered(self, stack: Stack) -> bool:
+        """Return whether a Linear of `stack` takes its inputs in another order than they come."""
+        return any(self.checkpoint.order(module, stack.expert) is not None for module in stack.modules)
+
+    def _stored(
+        self, stack: Stack, module: str, out: int, rows: Tensor | None
+    ) -> tuple[str, WeightData, Tensor]:
+        """Return one of the Linears of `stack`, which has `out` outputs, with the inputs of `stack`.
+
+        Returns the scheme, the canonical weight, and its rows: `rows` and a few beside them, int64; all if
+        None.
+        """
+        sizes, inputs = (out, stack.in_features), stack.inputs
+        if inputs is None or self._is_reordered(stack):
+            scheme, weight = self._linear(stack, module, cut := Cut.of(sizes, rows))
+        else:
+            try:
+                scheme, weight = self._linear(stack, module, cut := Cut.of(sizes, rows, inputs))
+                inputs = None
+            except InsideGroup:
+                scheme, weight = self._linear(stack, module, cut := Cut.of(sizes, rows))
+        if stack.ordered:
+            weight = replace(weight, perm=None)
+        return scheme, weight if inputs is None else partition.inputs(weight, *inputs), cut.rows
+
+    def _linear(self, stack: Stack, module: str, cut: Cut) -> tuple[str, WeightData]:
+        """Read a `cut` of one of the Linears of `stack`."""
         if stack.expert is None:
-            return self.checkpoint.linear(module, transposed=stack.transposed)
-        return self.checkpoint.expert(module, stack.expert, transposed=stack.transposed)
+            return self.checkpoint.linear(module, transposed=stack.transposed, cut=cut)
+        return self.checkpoint.expert(module, stack.expert, transposed=stack.transposed, cut=cut)
 
     def _pack(self, stack: Stack, scheme: str, weight: WeightData) -> Linear:
         try:
@@ -158,17 +211,11 @@ class CheckpointWeights:
                 f"got {tensor.dtype}; quantize the Linears only"
             )
         if tuple(tensor.shape) != shape:
-            raise self._mismatch(name, tensor.shape, shape)
+            raise mismatch(self.checkpoint.path, name, tensor.shape, shape)
         module = name.rpartition(".")[0]
         beside = ("weight", "bias", CORRECTION, *XIELU_PARTS)  # one that nothing reads is zero: check_names
         self.checkpoint.expect_no_more(module, [name, *(f"{module}.{part}" for part in beside)])
         return tensor.to(self.device)
-
-    def _mismatch(self, name: str, came: Iterable[int], expected: Iterable[int]) -> CheckpointError:
-        return CheckpointError(
-            f"{self.checkpoint.path}: {name}: expected shape {list(expected)}, as config.json says, "
-            f"got {list(came)}; correct config.json or download the checkpoint again"
-        )
 
 
 def _unit_rows(weight: WeightData) -> WeightData:

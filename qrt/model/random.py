@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -79,7 +80,7 @@ class RandomWeights:
         self.grid = grid
         self.device = device
         self.dtype = dtype
-        self.random = torch.Generator(device).manual_seed(seed)
+        self.seed, self.random = seed, torch.Generator(device)
 
     def linear(self, stack: Stack) -> Linear:
         """One Linear of all parts, on the grid of the first."""
@@ -93,7 +94,9 @@ class RandomWeights:
         return ExpertLinear.pack(scheme, each, len(stacks), self.device, self.dtype)
 
     def _weight(self, stack: Stack) -> WeightData:
-        out, in_features = sum(stack.outs), stack.in_features
+        out, in_features = stack.shape
+        first = None if stack.places is None else int(stack.places[0])
+        self._begin(*stack.modules, *map(str, (stack.expert, stack.inputs, first)))
         bias = self._normal((out,), 0.1) if stack.bias else None
         _, spec = self.grid(stack.modules[0])
         if spec is None:
@@ -112,7 +115,12 @@ class RandomWeights:
         """Norm weights and other vectors of one; an embedding of unit variance."""
         if math.prod(shape) == max(shape, default=1):
             return torch.ones(shape, device=self.device, dtype=self.dtype)
+        self._begin(name)
         return self._normal(shape, 1.0)
+
+    def _begin(self, *names: str) -> None:
+        """Begin the random numbers of a tensor, so that ranks have the same ones of what is whole on each."""
+        self.random.manual_seed(self.seed + crc32(" ".join(names).encode()))
 
     def _normal(self, shape: tuple[int, ...], deviation: float) -> Tensor:
         x = torch.empty(shape, device=self.device, dtype=self.dtype)

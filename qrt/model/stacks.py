@@ -1,7 +1,8 @@
 """How the checkpoint's Linears of a layer become the run-time ones: stacked, and with rows in another order.
 
 Everything that is a permutation of rows ends here: q, k and v that are stored as one weight, stacked for each
-KV head or not, and the channels that RoPE turns together (`qrt.layers.rope.channel_order`).
+KV head or not, and the channels that RoPE turns together (`qrt.layers.rope.channel_order`). So does what a
+rank has of them: whole heads, and channels of the mlps.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ import torch
 from torch import Tensor
 
 from qrt.arch import Arch
+from qrt.arch.part import WHOLE, Part, channels, heads
 from qrt.layers.rope import channel_order
 
 
 @dataclass(frozen=True)
 class Stack:
-    """One run-time Linear.
+    """One run-time Linear, or a rank's part of it.
 
     modules      the checkpoint's Linears that are stacked in it, in order
     outs         the rows of each
@@ -26,6 +28,11 @@ class Stack:
     order        the stacked row that goes to each place, int64, or None: as they are stacked
     transposed   the checkpoint stores them [in, out]
     expert       the checkpoint stores all experts in one tensor [E, ...], and this is one of them; or None
+    places       the places that a rank has, int64, or None: all
+    inputs       the first input that a rank has and the one behind its last, or None: all
+    reader       the Linear that alone reads the outputs, one output after the other: they may come in the
+                 order of its codes; or None
+    ordered      its inputs come in the order of its codes
     """
 
     modules: tuple[str, ...]
@@ -35,26 +42,54 @@ class Stack:
     order: Tensor | None = None
     transposed: bool = False
     expert: int | None = None
+    places: Tensor | None = None
+    inputs: tuple[int, int] | None = None
+    reader: str | None = None
+    ordered: bool = False
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The outputs and the inputs of what a rank has."""
+        first, last = self.inputs or (0, self.in_features)
+        return sum(self.outs) if self.places is None else len(self.places), last - first
+
+    def rows(self, read: Tensor | None = None) -> Tensor | None:
+        """Return the stacked row of each output that a rank has, int64; None: all, as they are stacked.
+
+        `read` is the order int64 [K] in which the codes of `reader` take their inputs, or None.
+        """
+        order = self.order
+        if read is not None:
+            rows = torch.arange(sum(self.outs)) if order is None else order
+            order = rows.view(-1, len(read))[:, read].flatten()
+        if order is None or self.places is None:
+            return order if self.places is None else self.places
+        return order[self.places]
 
 
-def stacks(arch: Arch, index: int) -> dict[str, Stack]:
+def stacks(arch: Arch, index: int, part: Part = WHOLE) -> dict[str, Stack]:
     """Return the run-time Linears of layer `index`: "qkv", "o", "gate_up" and "down".
 
-    The last two are those of the mlp; in a sparse layer of its shared mlp, if it has one.
+    The last two are those of the mlp; in a sparse layer of its shared mlp, if it has one. `arch` is that of
+    the whole model, of which `part` is a rank's.
     """
-    q, kv = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
-    names, hidden = arch.names, arch.hidden_size
+    names, hidden, dim = arch.names, arch.hidden_size, arch.head_dim
+    q, kv = arch.num_heads * dim, arch.num_kv_heads * dim
     qkv: tuple[tuple[str, ...], tuple[int, ...]] = (names.q, names.k, names.v), (q, kv, kv)
     if arch.qkv != "parts":
         qkv = (names.qkv,), (q + 2 * kv,)
     found = {
         "qkv": Stack(*qkv, hidden, arch.qkv_bias, _qkv_order(arch, index)),
-        "o": Stack((names.o,), (hidden,), q, arch.o_bias),
+        "o": Stack((names.o,), (hidden,), q, arch.o_bias and part.rank == 0),
     }
-    return _placed(arch, index, found | _mlp(arch.at(index)))
+    if part != WHOLE:
+        own = heads(arch, part)[0]
+        found["qkv"] = replace(found["qkv"], places=_qkv_places(arch, part))
+        found["o"] = replace(found["o"], inputs=(own.start * dim, own.stop * dim))
+    return _placed(arch, index, found | _mlp(arch.at(index), part))
 
 
-def _mlp(arch: Arch) -> dict[str, Stack]:
+def _mlp(arch: Arch, part: Part) -> dict[str, Stack]:
     """Return the Linears of the mlp that all tokens go through, if there is one."""
     names, hidden, inner, stored = arch.names, arch.hidden_size, arch.intermediate_size, arch.gate_up
     gate, up, gate_up, down = names.gate, names.up, names.gate_up, names.down
@@ -69,30 +104,37 @@ def _mlp(arch: Arch) -> dict[str, Stack]:
         "stacked": ((gate_up,), (2 * inner,)),
         "plain": ((up,), (inner,)),
     }[stored]
-    return {
-        "gate_up": Stack(*parts, hidden, arch.mlp_bias),
-        "down": Stack((down,), (hidden,), inner, arch.mlp_bias),
-    }
+    return _of_part(
+        Stack(*parts, hidden, arch.mlp_bias), Stack((down,), (hidden,), inner, arch.mlp_bias), part
+    )
 
 
-def expert_stacks(arch: Arch, index: int, number: int) -> dict[str, Stack]:
+def expert_stacks(arch: Arch, index: int, number: int, part: Part = WHOLE) -> dict[str, Stack]:
     """Return the Linears of expert `number` of the sparse layer `index`: "gate_up" and "down"."""
     experts = arch.experts
     assert experts is not None
     (gate, up, down), hidden, inner = experts.each(number), arch.hidden_size, experts.width
     if (own := experts.stacked) is None:
-        found = {
-            "gate_up": Stack((gate, up), (inner, inner), hidden, experts.bias),
-            "down": Stack((down,), (hidden,), inner, experts.bias),
-        }
-        return _placed(arch, index, found)
-    turns = torch.arange(2 * inner).view(-1, 2).T.flatten() if own.pairs else None
-    (gate_up, down), turned = experts.stored, bool(own.transposed)
-    found = {
-        "gate_up": Stack((gate_up,), (2 * inner,), hidden, experts.bias, turns, turned, number),
-        "down": Stack((down,), (hidden,), inner, experts.bias, None, turned, number),
-    }
-    return _placed(arch, index, found)
+        first = Stack((gate, up), (inner, inner), hidden, experts.bias)
+        second = Stack((down,), (hidden,), inner, experts.bias)
+    else:
+        turns = torch.arange(2 * inner).view(-1, 2).T.flatten() if own.pairs else None
+        (gate_up, down), turned = experts.stored, bool(own.transposed)
+        first = Stack((gate_up,), (2 * inner,), hidden, experts.bias, turns, turned, number)
+        second = Stack((down,), (hidden,), inner, experts.bias, None, turned, number)
+    return _placed(arch, index, _of_part(first, second, part))
+
+
+def _of_part(gate_up: Stack, down: Stack, part: Part) -> dict[str, Stack]:
+    """Return the Linears of an mlp with the rank's channels; the bias behind the sum is the first rank's."""
+    gate_up, down = replace(gate_up, reader=down.modules[0]), replace(down, ordered=True)
+    if part != WHOLE:
+        inner = down.in_features
+        own = channels(inner, part)
+        places = torch.arange(sum(gate_up.outs)).view(-1, inner)[:, own.start : own.stop].flatten()
+        gate_up = replace(gate_up, places=places)
+        down = replace(down, bias=down.bias and part.rank == 0, inputs=(own.start, own.stop))
+    return {"gate_up": gate_up, "down": down}
 
 
 def _placed(arch: Arch, index: int, found: dict[str, Stack]) -> dict[str, Stack]:
@@ -103,6 +145,7 @@ def _placed(arch: Arch, index: int, found: dict[str, Stack]) -> dict[str, Stack]
             stack,
             modules=tuple(f"{at}.{module}" for module in stack.modules),
             transposed=stack.transposed or arch.transposed,
+            reader=None if stack.reader is None else f"{at}.{stack.reader}",
         )
         for role, stack in found.items()
     }
@@ -139,3 +182,11 @@ def _qkv_order(arch: Arch, index: int) -> Tensor | None:
         turning = heads + kv_heads
         rows = torch.cat((rows[:turning, channels], rows[turning:]))
     return rows.flatten()
+
+
+def _qkv_places(arch: Arch, part: Part) -> Tensor:
+    """Return the places of the rank's heads behind `_qkv_order`, int64."""
+    q, kv = heads(arch, part)
+    keys, values = arch.num_heads, arch.num_heads + arch.num_kv_heads
+    own = [*q, *(keys + head for head in kv), *(values + head for head in kv)]
+    return torch.arange((values + arch.num_kv_heads) * arch.head_dim).view(-1, arch.head_dim)[own].flatten()

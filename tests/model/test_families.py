@@ -11,7 +11,8 @@ from hand_steps import Requests
 from qrt.arch import ARCHS
 from qrt.model.fused import FusedDecoder
 from qrt.quant.kv import KV_FORMATS
-from truth import ours
+from ranks import Ranks, loaded
+from truth import ours, relative
 from zoo import MODELS, WINDOW, make
 
 PROMPT = torch.randint(4, 512, (40,), generator=torch.Generator().manual_seed(7)).tolist()
@@ -25,10 +26,10 @@ JUMPS = {
 
 @pytest.fixture(scope="module", params=MODELS)
 def case(request, tmp_path_factory):
-    """The name, transformers' model, and qrt's of the same folder."""
+    """The name, transformers' model, and qrt's of the same folder; and the folder."""
     folder = tmp_path_factory.mktemp(request.param)
     model = make(request.param, folder)
-    return request.param, model, ours(folder)
+    return request.param, model, ours(folder), folder
 
 
 @torch.inference_mode()
@@ -43,7 +44,7 @@ def log_probabilities(logits, tokens):
 
 def test_prompt_and_greedy_tokens_are_those_of_transformers(case):
     """A prompt in two chunks, then decodes one by one; one forward of transformers checks them all."""
-    name, model, decoder = case
+    name, model, decoder, _ = case
     assert len(PROMPT) > 2 * WINDOW and isinstance(decoder, FusedDecoder) == (name not in PLAIN)
     requests = Requests(decoder)
     logits = [requests.run([(0, PROMPT[:23])])[0], requests.run([(0, PROMPT[23:])])[0]]
@@ -58,10 +59,19 @@ def test_prompt_and_greedy_tokens_are_those_of_transformers(case):
     assert want[len(PROMPT) - 1 :].argmax(-1).tolist() == tokens
 
 
+def test_two_ranks_compute_what_one_does(case):
+    """Each reads its heads, its channels of every mlp, its rows of the head; sums are those of the whole."""
+    _, _, decoder, folder = case
+    models = loaded(folder, 2)
+    assert [model.num_bytes < decoder.num_bytes for model in models] == [True, True]
+    got, want = (each.run([(0, PROMPT)])[0] for each in (Ranks(models), Requests(decoder)))
+    assert relative(got, want) < 1e-5
+
+
 @pytest.mark.parametrize("kv", ["int8", "int4"])
 def test_quantized_kv_loses_as_little_as_with_llama(case, kv):
     """Each format's own loss: the decodes see K and V as they are stored."""
-    name, model, decoder = case
+    name, model, decoder, _ = case
     requests = Requests(decoder, kv)
     logits = [requests.run([(0, PROMPT[:20])])[0]]
     logits += [requests.run([(0, [token])])[0] for token in PROMPT[20:]]

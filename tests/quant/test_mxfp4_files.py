@@ -68,7 +68,7 @@ def test_other_grids_are_refused(tmp_path, changes, text):
 
 @pytest.mark.parametrize("tensors, text", [
     (linear(k=48), rf"{Q}: group_size 32 does not divide its 48 input features"),
-    (linear(groups=6), rf"{Q}\.weight_scale: expected shape \[N G\] with N=24, G=3, got \[24, 6\]"),
+    (linear(groups=6), rf"{Q}\.weight_scale: expected shape \[N K/32\] with N=24, K=96, got \[24, 6\]"),
     ({**linear(), f"{Q}.weight_scale": torch.full((N, 3), 255).to(torch.uint8)}, r"0 to 254, got 255"),
     ({**linear(), f"{Q}.weight_scale": torch.ones(N, 3)}, "expected dtype torch.uint8, got torch.float32"),
     ({**linear(), f"{Q}.weight_global_scale": torch.ones(1)}, "weight_global_scale: of no use"),

@@ -84,7 +84,8 @@ def _multiply_tiles(
 ) -> Done:
     """Multiply x [T, K] by a weight in tiles."""
     weight = kind.tiles_for(x, tensors)
-    chosen, x = choose(kind, x, weight, _epilogue(act)), weight.gather(x)
+    x = weight.gather(x)
+    chosen = choose(kind, x, weight, _epilogue(act))
     if chosen.kernel is Kernel.DIGITS:
         return Done(digits_gemm(x, weight, bias, kind.bits), chosen)
     tokens, n, joined = len(x), weight.out_features, act if chosen.joined else None

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from qrt.errors import CheckpointError, UnsupportedError
 from qrt.quant.checkpoint.folder import MISMATCH, TensorFolder
-from qrt.quant.checkpoint.format import FLOATS, REMEDY, CheckpointFormat, bias_of, group_count, setting
-from qrt.quant.checkpoint.plain import Plain
+from qrt.quant.checkpoint.format import FLOATS, REMEDY, CheckpointFormat, Plain, bias_of, group_count, setting
 from qrt.quant.packing import pack, unpack
 from qrt.quant.weight import WeightData, weight_only
 
@@ -50,11 +49,11 @@ class AwqGemm(CheckpointFormat):
         """Decode `module` where it has packed words; unquantized where it has a plain weight."""
         if not tensors.has(f"{module}.qweight"):
             return Plain().linear(tensors, module)
-        words = tensors.tensor(f"{module}.qweight", "K W", torch.int32)
-        k, n = words.shape[0], words.shape[1] * 8
-        groups = group_count(tensors, module, self._group, k)
-        scales = tensors.tensor(f"{module}.scales", "G N", FLOATS, G=groups, N=n)
-        zeros = tensors.tensor(f"{module}.qzeros", "G W", torch.int32, G=groups, W=n // 8)
+        sizes = tensors.sizes(f"{module}.qweight", "K N/8", torch.int32)
+        words = tensors.tensor(f"{module}.qweight", "K N/8", torch.int32)
+        group = sizes["K"] // group_count(tensors, module, self._group, sizes["K"])
+        scales = tensors.tensor(f"{module}.scales", f"K/{group} N", FLOATS, **sizes)
+        zeros = tensors.tensor(f"{module}.qzeros", f"K/{group} N/8", torch.int32, **sizes)
         zero = unpack_columns(zeros).T.contiguous()
         if self._symmetric and not (zero == MIDPOINT).all():
             raise CheckpointError(
@@ -64,7 +63,7 @@ class AwqGemm(CheckpointFormat):
             unpack_columns(words).T.contiguous(),
             scales.T.contiguous(),
             None if self._symmetric else zero,
-            bias=bias_of(tensors, module, n),
+            bias=bias_of(tensors, module, sizes["N"]),
             bits=BITS,
         )
         return weight_only()[BITS], data

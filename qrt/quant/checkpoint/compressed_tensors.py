@@ -16,8 +16,7 @@ from typing import Any
 from qrt.errors import CheckpointError, UnsupportedError
 from qrt.quant.checkpoint.config_group import ACTIVATIONS, REGEX, Group, layout_of, patterns, read_group
 from qrt.quant.checkpoint.folder import TensorFolder
-from qrt.quant.checkpoint.format import REMEDY, CheckpointFormat
-from qrt.quant.checkpoint.plain import Plain
+from qrt.quant.checkpoint.format import REMEDY, CheckpointFormat, Plain
 from qrt.quant.spec import QuantSpec
 from qrt.quant.weight import WEIGHT_SCHEMES, WeightData
 

@@ -61,15 +61,36 @@ class TensorFolder:
     ) -> Tensor:
         """Map one tensor as stored, on the CPU: its data are read from disk when they are used.
 
+        Checks it as `sizes` does. In the shape of a Linear's tensor N counts outputs and K inputs, so that a
+        view may return those of some only (`qrt.quant.checkpoint.cut`).
+        """
+        self.sizes(name, shape, dtype, **sizes)
+        return self.shard(name).tensor(name)
+
+    def sizes(
+        self,
+        name: str,
+        shape: str | None,
+        dtype: torch.dtype | tuple[torch.dtype, ...] | None = None,
+        **sizes: int,
+    ) -> Mapping[str, int]:
+        """Check shape and dtype of a tensor; return the sizes of the letters, without reading its data.
+
         Raises CheckpointError, naming tensor and folder, when it is absent or has another shape or dtype than
         asked for (`shape`, `dtype` and `sizes` are those of `qrt.checks.expect`).
         """
-        shard = self.shard(name)
         try:
-            expect(self.spec(name), shape, dtype, self.name_in_messages(name), **sizes)
+            return expect(self.spec(name), shape, dtype, self.name_in_messages(name), **sizes)
         except ValueError as error:
             raise CheckpointError(f"{self.path}: {error}; {MISMATCH}") from None
-        return shard.tensor(name)
+
+    def outputs(self, count: int) -> Tensor:
+        """Return which of a Linear's `count` outputs `tensor` returns, int64 in their order: all."""
+        return torch.arange(count)
+
+    def inputs(self, count: int) -> Tensor:
+        """Return which of a Linear's `count` inputs `tensor` returns, int64 in their order: all."""
+        return torch.arange(count)
 
     def shard(self, name: str) -> Shard:
         """Return the shard that holds a tensor; CheckpointError when it is absent."""
@@ -81,6 +102,14 @@ class TensorFolder:
     def name_in_messages(self, name: str) -> str:
         """Return how errors call a tensor."""
         return name
+
+
+def mismatch(path: Path, name: str, came: Iterable[int], expected: Iterable[int]) -> CheckpointError:
+    """Return the error of a tensor or a module whose shape config.json says otherwise."""
+    return CheckpointError(
+        f"{path}: {name}: expected shape {list(expected)}, as config.json says, got {list(came)}; "
+        "correct config.json or download the checkpoint again"
+    )
 
 
 class Expert(TensorFolder):

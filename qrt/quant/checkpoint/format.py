@@ -1,4 +1,4 @@
-"""The interface of checkpoint formats: find and decode one Linear's weight in the tensors of a folder."""
+"""The interface of checkpoint formats, which find and decode the weight of one Linear; and plain weights."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def order_of(tensors: TensorFolder, name: str, groups: int, in_features: int) ->
     """
     if not tensors.has(name):
         return None
-    index = tensors.tensor(name, "K", torch.int32, K=in_features).long()
+    index = tensors.tensor(name, "G", torch.int32, G=in_features).long()  # all of it, whatever is read
     if groups == 1 or not index.any() or (index == -1).all():
         return None
     if not torch.equal(index.sort().values, torch.arange(in_features) // (in_features // groups)):
@@ -89,3 +89,20 @@ def order_of(tensors: TensorFolder, name: str, groups: int, in_features: int) ->
         )
     order = index.argsort(stable=True)
     return None if torch.equal(order, torch.arange(in_features)) else order
+
+
+class Plain(CheckpointFormat):
+    """Unquantized: every Linear is `P.weight` [N, K] and perhaps `P.bias` [N], as they are."""
+
+    def linear(
+        self, tensors: TensorFolder, module: str, *, transposed: bool = False
+    ) -> tuple[str, WeightData]:
+        """Return "fp16" and the weight in its stored dtype; if `transposed`, it is stored [K, N]."""
+        weight = tensors.tensor(f"{module}.weight", "K N" if transposed else "N K", FLOATS)
+        outputs = tensors.spec(f"{module}.weight").shape[1 if transposed else 0]
+        weight = weight.T.contiguous() if transposed else weight
+        return "fp16", WeightData(weight, bias=bias_of(tensors, module, outputs))
+
+    def grid(self, module: str) -> tuple[str, QuantSpec | None]:
+        """See CheckpointFormat."""
+        return "fp16", None

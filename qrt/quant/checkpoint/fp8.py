@@ -14,9 +14,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from qrt.quant.checkpoint.folder import TensorFolder
-from qrt.quant.checkpoint.format import CheckpointFormat, block_of
+from qrt.quant.checkpoint.format import CheckpointFormat, Plain, block_of
 from qrt.quant.checkpoint.layout import FloatQuantized
-from qrt.quant.checkpoint.plain import Plain
 from qrt.quant.spec import QuantSpec
 from qrt.quant.weight.base import WeightData
 

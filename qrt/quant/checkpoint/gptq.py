@@ -28,13 +28,13 @@ from qrt.quant.checkpoint.format import (
     FLOATS,
     REMEDY,
     CheckpointFormat,
+    Plain,
     bias_of,
     group_count,
     order_of,
     setting,
 )
-from qrt.quant.checkpoint.plain import Plain
-from qrt.quant.packing import WORD_BITS, pack, packed_words, unpack
+from qrt.quant.packing import WORD_BITS, pack, unpack
 from qrt.quant.weight import weight_only
 from qrt.quant.weight.base import WeightData
 
@@ -88,27 +88,28 @@ class Gptq(CheckpointFormat):
         if bits not in schemes:
             known = " or ".join(map(str, schemes))
             raise UnsupportedError(f"{self._where}: expected GPTQ with {known} bits, got {bits}; {REMEDY}")
-        words = tensors.tensor(f"{module}.qweight", "W N", torch.int32)
-        k, n = words.shape[0] * WORD_BITS // bits, words.shape[1]
+        packed = f"*{bits}/{WORD_BITS}"
+        sizes = tensors.sizes(f"{module}.qweight", f"K{packed} N", torch.int32)
+        words, k = tensors.tensor(f"{module}.qweight", f"K{packed} N", torch.int32), sizes["K"]
         groups = group_count(tensors, module, setting(self._where, config, ("group_size",), -1), k)
-        scales = tensors.tensor(f"{module}.scales", "G N", FLOATS, G=groups, N=n)
-        codes = unpack(words, bits, k, axis=0)
+        scales = tensors.tensor(f"{module}.scales", f"K/{k // groups} N", FLOATS, **sizes)
+        zeros = tensors.tensor(f"{module}.qzeros", f"K/{k // groups} N{packed}", torch.int32, **sizes)
+        codes = unpack(words, bits, len(tensors.inputs(k)), axis=0)
         perm = order_of(tensors, f"{module}.g_idx", groups, k)
         data = WeightData(
             (codes if perm is None else codes[perm]).T.contiguous(),
             scales.T.contiguous(),
-            self._zero(tensors, module, bits, groups, n, bool(config.get("sym", True))),
+            self._zero(tensors, module, zeros, bits, scales.shape[1], bool(config.get("sym", True))),
             perm,
-            bias=bias_of(tensors, module, n),
+            bias=bias_of(tensors, module, sizes["N"]),
             bits=bits,
         )
         return schemes[bits], data
 
     def _zero(
-        self, tensors: TensorFolder, module: str, bits: int, groups: int, n: int, symmetric: bool
+        self, tensors: TensorFolder, module: str, words: Tensor, bits: int, n: int, symmetric: bool
     ) -> Tensor | None:
         """Return zero points uint8 [N, K/G]; None where all are the midpoint of a symmetric checkpoint."""
-        words = tensors.tensor(f"{module}.qzeros", "G W", torch.int32, G=groups, W=packed_words(n, bits))
         if self._minus_one:
             words = words + ONES[bits]  # int32: wraps
         zero = unpack(words, bits, n).T.contiguous()

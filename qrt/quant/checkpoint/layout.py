@@ -29,7 +29,7 @@ from torch import Tensor
 from qrt.errors import CheckpointError
 from qrt.quant.checkpoint.folder import MISMATCH, TensorFolder
 from qrt.quant.checkpoint.format import FLOATS, bias_of, group_count, order_of
-from qrt.quant.packing import pack, packed_words, unpack
+from qrt.quant.packing import WORD_BITS, pack, unpack
 from qrt.quant.spec import Granularity, QuantSpec
 from qrt.quant.weight.base import WeightData
 
@@ -73,22 +73,22 @@ class PackQuantized(Layout):
 
     def decode(self, tensors: TensorFolder, module: str, spec: QuantSpec) -> WeightData:
         n, k = tensors.tensor(f"{module}.weight_shape", "2", torch.int64).tolist()
+        sizes = {"N": n, "K": k}
         groups = group_count(tensors, module, spec.group_size or -1, k)
-        words = tensors.tensor(
-            f"{module}.weight_packed", "N W", torch.int32, N=n, W=packed_words(k, spec.bits)
-        )
-        scale = tensors.tensor(f"{module}.weight_scale", "N G", FLOATS, N=n, G=groups)
+        packed, group = f"*{spec.bits}/{WORD_BITS}", f"/{k // groups}"
+        words = tensors.tensor(f"{module}.weight_packed", f"N K{packed}", torch.int32, **sizes)
+        scale = tensors.tensor(f"{module}.weight_scale", f"N K{group}", FLOATS, **sizes)
         zero, name = None, f"{module}.weight_zero_point"
         if tensors.has(name) and tensors.spec(name).dtype == torch.int8:
-            signed = tensors.tensor(name, "N G", torch.int8, N=n, G=groups)
+            signed = tensors.tensor(name, f"N K{group}", torch.int8, **sizes)
             zero = (signed.to(torch.int16) + spec.midpoint).to(torch.uint8)
         elif not spec.symmetric or tensors.has(name):
-            zeros = tensors.tensor(name, "Z G", torch.int32, Z=packed_words(n, spec.bits), G=groups)
-            zero = unpack(zeros, spec.bits, n, axis=0)
+            zeros = tensors.tensor(name, f"N{packed} K{group}", torch.int32, **sizes)
+            zero = unpack(zeros, spec.bits, len(tensors.outputs(n)), axis=0)
         if spec.symmetric and zero is not None:
             _expect_neutral(tensors, name, zero, spec.midpoint)
             zero = None
-        codes = unpack(words, spec.bits, k)
+        codes = unpack(words, spec.bits, len(tensors.inputs(k)))
         perm = order_of(tensors, f"{module}.weight_g_idx", groups, k)
         if perm is not None:
             codes = codes[:, perm]
@@ -109,7 +109,7 @@ class IntQuantized(Layout):
 
     def decode(self, tensors: TensorFolder, module: str, spec: QuantSpec) -> WeightData:
         codes = tensors.tensor(f"{module}.weight", "N K", torch.int8)
-        n = codes.shape[0]
+        n = tensors.spec(f"{module}.weight").shape[0]
         scale = tensors.tensor(f"{module}.weight_scale", "N 1", FLOATS, N=n)
         _expect_no_zeros(tensors, module)
         bias = bias_of(tensors, module, n)
@@ -131,9 +131,9 @@ class FloatQuantized:
     def decode(self, tensors: TensorFolder, module: str) -> WeightData:
         """Read the weight and its bias; raises CheckpointError when a tensor is absent or does not fit."""
         weight = tensors.tensor(f"{module}.weight", "N K", torch.float8_e4m3fn)
-        n, k = weight.shape
+        n, k = shape = tensors.spec(f"{module}.weight").shape
         rows, columns = (
-            max(1, min(block or size, size)) for block, size in zip(self.block, weight.shape, strict=True)
+            max(1, min(block or size, size)) for block, size in zip(self.block, shape, strict=True)
         )
         name, blocks = f"{module}.{self.scale}", (-(-n // rows), -(-k // columns))
         if blocks == (1, 1) and prod(tensors.spec(name).shape) == 1:  # [1], [1, 1] or a scalar
@@ -141,7 +141,7 @@ class FloatQuantized:
         else:
             scale = tensors.tensor(name, "B0 B1", FLOATS, B0=blocks[0], B1=blocks[1])
         _expect_no_zeros(tensors, module)
-        spread = scale.float().repeat_interleave(rows, 0)[:n].repeat_interleave(columns, 1)[:, :k]
+        spread = scale.float()[tensors.outputs(n) // rows][:, tensors.inputs(k) // columns]
         return WeightData((weight.float() * spread).to(scale.dtype), bias=bias_of(tensors, module, n))
 
 

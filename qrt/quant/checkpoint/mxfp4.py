@@ -20,13 +20,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from qrt.errors import CheckpointError
 from qrt.quant import e2m1
 from qrt.quant.checkpoint.folder import TensorFolder
-from qrt.quant.checkpoint.format import CheckpointFormat, bias_of, group_count
-from qrt.quant.checkpoint.plain import Plain
+from qrt.quant.checkpoint.format import CheckpointFormat, Plain, bias_of, group_count
 from qrt.quant.spec import Codes, QuantSpec
 from qrt.quant.weight import WEIGHT_SCHEMES
 from qrt.quant.weight.base import WeightData
@@ -53,8 +51,8 @@ class Mxfp4(CheckpointFormat):
         blocks, scales = f"{module}.weight_blocks", f"{module}.weight_scales"
         if not tensors.has(blocks):
             return Plain().linear(tensors, module)
-        codes = tensors.tensor(blocks, f"N G {e2m1.GROUP // 2}", torch.uint8)
-        return SCHEME, _decode(tensors, module, codes.flatten(1), scales)
+        shape = f"N K/{e2m1.GROUP} {e2m1.GROUP // 2}"
+        return SCHEME, _decode(tensors, module, blocks, shape, scales)
 
     def grid(self, module: str) -> tuple[str, QuantSpec | None]:
         """See CheckpointFormat."""
@@ -66,20 +64,20 @@ class Mxfp4(CheckpointFormat):
 
 def packed_linear(tensors: TensorFolder, module: str) -> WeightData:
     """Decode a Linear of compressed-tensors."""
-    codes = tensors.tensor(f"{module}.weight_packed", "N B", torch.uint8)
-    return _decode(tensors, module, codes, f"{module}.weight_scale")
+    return _decode(tensors, module, f"{module}.weight_packed", "N K/2", f"{module}.weight_scale")
 
 
-def _decode(tensors: TensorFolder, module: str, packed: Tensor, scales: str) -> WeightData:
-    """Return the weight of two codes a byte, [N, K/2], and exponents under the name `scales`."""
-    n, k = packed.shape[0], 2 * packed.shape[1]
-    groups = group_count(tensors, module, e2m1.GROUP, k)
-    exponents = tensors.tensor(scales, "N G", torch.uint8, N=n, G=groups)
+def _decode(tensors: TensorFolder, module: str, codes: str, shape: str, scales: str) -> WeightData:
+    """Return the weight of two codes a byte under the name `codes`, and exponents under the name `scales`."""
+    sizes = tensors.sizes(codes, shape, torch.uint8)
+    packed = tensors.tensor(codes, shape, torch.uint8).flatten(1)
+    group_count(tensors, module, e2m1.GROUP, sizes["K"])
+    exponents = tensors.tensor(scales, f"N K/{e2m1.GROUP}", torch.uint8, **sizes)
     if (exponents == e2m1.NAN).any():
         raise CheckpointError(
             f"{tensors.path}: {tensors.name_in_messages(scales)}: expected powers of two, 0 to 254, "
             f"got {e2m1.NAN}, which is not a number; download the checkpoint again"
         )
-    codes = torch.stack((packed & 15, packed >> 4), -1).flatten(1)
-    bias = bias_of(tensors, module, n)
-    return WeightData(codes, e2m1.scales(exponents), bias=bias, bits=4, codes=Codes.E2M1)
+    values = torch.stack((packed & 15, packed >> 4), -1).flatten(1)
+    bias = bias_of(tensors, module, sizes["N"])
+    return WeightData(values, e2m1.scales(exponents), bias=bias, bits=4, codes=Codes.E2M1)

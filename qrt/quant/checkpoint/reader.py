@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from qrt.errors import CheckpointError, UnsupportedError
 from qrt.folder import SEPARATE_CONFIGS, is_file, read_config, read_json
 from qrt.location import model_folder
+from qrt.quant.checkpoint.cut import Cut, Slices
 from qrt.quant.checkpoint.folder import MISMATCH, Expert, TensorFolder
-from qrt.quant.checkpoint.format import FLOATS, REMEDY, CheckpointFormat
-from qrt.quant.checkpoint.plain import Plain
+from qrt.quant.checkpoint.format import FLOATS, REMEDY, CheckpointFormat, Plain
 from qrt.quant.checkpoint.shard import Shard
 from qrt.quant.spec import QuantSpec
 from qrt.quant.weight.base import WeightData
@@ -69,62 +70,83 @@ class Checkpoint(TensorFolder):
             largest = max(specs, key=lambda spec: spec.num_bytes)
             self.config["dtype"] = str(largest.dtype).removeprefix("torch.")
 
-    def linear(self, module: str, *, transposed: bool = False) -> tuple[str, WeightData]:
+    def linear(
+        self, module: str, *, transposed: bool = False, cut: Cut | None = None
+    ) -> tuple[str, WeightData]:
         """Return the scheme (a key of WEIGHT_SCHEMES) and the canonical weight of a Linear.
 
         `module` is for example "model.layers.0.self_attn.q_proj". Unquantized weights are mapped, codes are
         unpacked into memory. Raises CheckpointError and UnsupportedError as CheckpointFormat does, and for a
         tensor of the Linear that was not read. If `transposed`, an unquantized weight is stored [K, N], as in
         transformers' Conv1D; tools store what they quantize of it as of any Linear.
+
+        Of a `cut` only that part is read; CheckpointError where the whole has other sizes. InsideGroup where
+        its inputs part what is stored as one. The cut of inputs that are out of order (`order`) is whole.
         """
-        found, read = self._read(self, module, transposed)
+        found, read = self._read(self, module, transposed, cut)
         self.expect_no_more(module, read)
         return found
 
-    def expert(self, stack: str, index: int, *, transposed: bool = False) -> tuple[str, WeightData]:
+    def expert(
+        self, stack: str, index: int, *, transposed: bool = False, cut: Cut | None = None
+    ) -> tuple[str, WeightData]:
         """Return the scheme and the canonical weight of one of the experts that are stored as one tensor.
 
         `stack` is the name that their weights have, [E, N, K], or [E, K, N] if `transposed`, for example
         "model.layers.0.mlp.experts.gate_up_proj" or, of a module, "...input_linear.weight". Scales of fp8 lie
         as their weights do; packed codes are never transposed. Other tensors of the experts have longer names
-        (`folder.Expert`). Nothing of the other experts is read. Raises as `linear` does.
+        (`folder.Expert`). Nothing of the other experts is read, and of a `cut` only that part. Raises as
+        `linear` does.
         """
-        one = Expert(self, stack, self._near(stack), index)
+        one = self._one(stack, index)
         name = f"{one.module}.weight"
-        is_fp8 = one.has(name) and one.spec(name).dtype == torch.float8_e4m3fn
-        (scheme, weight), read = self._read(one, one.module, transposed and not is_fp8)
-        if transposed and is_fp8:
+        turned = transposed and one.has(name) and one.spec(name).dtype == torch.float8_e4m3fn
+        if turned and cut is not None:
+            cut = cut.turned
+        (scheme, weight), read = self._read(one, one.module, transposed and not turned, cut)
+        if turned:
             weight = replace(weight, values=weight.values.T.contiguous())
         left = (name for name in one.names() if name not in read and not is_unread(name))
         self._refuse(map(one.name_in_messages, left))
         return scheme, weight
 
-    def is_reordered(self, module: str) -> bool:
-        """Return whether a Linear's groups take its inputs in another order than they come."""
-        names = [name for name in (f"{module}.g_idx", f"{module}.weight_g_idx") if self.has(name)]
-        return any(bool((self.tensor(name).diff() < 0).any()) for name in names)
+    def order(self, module: str, expert: int | None = None) -> Tensor | None:
+        """Return a Linear's inputs int64 [K] in the order of its codes; None where they come in that order.
+
+        With `expert` it is that one of those that are stored as `module`.
+        """
+        tensors: TensorFolder = self
+        if expert is not None:
+            tensors = one = self._one(module, expert)
+            module = one.module
+        for name in (f"{module}.g_idx", f"{module}.weight_g_idx"):
+            if tensors.has(name) and (index := tensors.tensor(name)).dim() == 1 and (index.diff() < 0).any():
+                return index.argsort(stable=True)
+        return None
 
     def expect_experts(self, stack: str, count: int) -> None:
         """Raise CheckpointError if not `count` experts are stored as `stack`; see `expert`."""
-        one = Expert(self, stack, self._near(stack), count - 1)
+        one = self._one(stack, count - 1)
         for name in map(one.name_in_messages, one.names()):
             if (stored := self.spec(name).shape[0]) != count:
                 raise CheckpointError(
                     f"{self.path}: {name}: expected {count} experts, got {stored}; {MISMATCH}"
                 )
 
-    def _near(self, stack: str) -> list[str]:
-        """Return the names among which are those of the tensors that are stacked as `stack`."""
-        return [*self._tensors_of[stack.rpartition(".")[0]], *self._tensors_of.get(stack, ())]
+    def _one(self, stack: str, index: int) -> Expert:
+        """Return the tensors of expert `index` of those that are stored as `stack`."""
+        near = *self._tensors_of[stack.rpartition(".")[0]], *self._tensors_of.get(stack, ())
+        return Expert(self, stack, near, index)
 
     def _read(
-        self, tensors: TensorFolder, module: str, transposed: bool
+        self, tensors: TensorFolder, module: str, transposed: bool, cut: Cut | None
     ) -> tuple[tuple[str, WeightData], Collection[str]]:
         """Return the scheme and the weight of a Linear in `tensors`, and the names of what was read."""
         reading = Reading(tensors)
+        view: TensorFolder = reading if cut is None else Slices(reading, module, cut)
         if transposed and tensors.has(f"{module}.weight"):
-            return Plain().linear(reading, module, transposed=True), reading.read
-        return self._format.linear(reading, module), reading.read
+            return Plain().linear(view, module, transposed=True), reading.read
+        return self._format.linear(view, module), reading.read
 
     def expect_no_more(self, module: str, read: Collection[str]) -> None:
         """Raise CheckpointError for tensors of `module` not in `read`, which may change its meaning."""

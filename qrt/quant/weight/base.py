@@ -23,7 +23,8 @@ class WeightData:
     values  [N, K]  codes uint8 0..2^b-1, or the weight itself (fp16/bf16/fp32) when unquantized
     scale   [N, K/G] in the model dtype, of e2m1 codes in bf16; None when unquantized
     zero    [N, K/G] uint8; None when symmetric (the zero is then 2^(b-1)), unquantized, or e2m1
-    perm    [K] int64; column j of `values` multiplies input perm[j] (GPTQ act-order); None = identity
+    perm    [K] int64; column j of `values` multiplies input perm[j] (GPTQ act-order); None = identity. Of a
+            part of the inputs K may be more than there are: some columns are then padding, which is 0
     bias    [N] in the model dtype, or None
     bits    code width; 0 when unquantized
     codes   what codes stand for
@@ -66,14 +67,16 @@ class WeightData:
         return replace(self, values=self.values[order], scale=scale, zero=zero, bias=bias)
 
     def dequantize(self) -> Tensor:
-        """Return the weight as fp32 [N, K], columns in input order."""
+        """Return the weight as fp32 [N, inputs], columns in input order."""
         if self.scale is None:
             return self.values.float()
         if self.codes is Codes.E2M1:
             weight = affine.decode_groups(e2m1.numbers(self.values), self.scale, 0.0)
         else:
             weight = affine.dequantize(self.values, self.scale, self.zero, self.bits)
-        return weight if self.perm is None else weight[:, torch.argsort(self.perm)]
+        if self.perm is None:
+            return weight
+        return weight.new_zeros(len(weight), int(self.perm.max()) + 1).index_add_(1, self.perm, weight)
 
 
 def fuse(parts: Sequence[WeightData]) -> WeightData:

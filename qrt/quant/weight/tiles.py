@@ -207,9 +207,9 @@ class TiledScheme(WeightScheme):
 
     def linear_ref(self, x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None) -> Tensor:
         weight = self.tiles_for(x, tensors)
+        x = weight.gather(x)
         matrix = weight.dequantize(self.bits, x.shape[1], self._grid.codes)
-        y = F.linear(weight.gather(x).float(), matrix, None if bias is None else bias.float())
-        return y.to(x.dtype)
+        return F.linear(x.float(), matrix, None if bias is None else bias.float()).to(x.dtype)
 
     def linear_cpu(self, x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None) -> Tensor:
         if not self._is_packed(tensors):
@@ -233,9 +233,11 @@ class TiledScheme(WeightScheme):
         most = weight.packed.shape[1] * weight.packed.shape[3] * (_WORD_BITS // self.bits)
         tile = most // weight.packed.shape[1]
         ordered = weight.perm.numel()
-        if x.dim() != 2 or not most - tile < x.shape[1] <= most or ordered not in (0, x.shape[1]):
-            inputs = ordered or f"{most - tile + 1} to {most}"
-            raise ValueError(f"x: expected shape [T K] with K = {inputs}, the weight's, got {list(x.shape)}")
+        least, most = (1, ordered) if ordered else (most - tile + 1, most)  # of a part some codes are padding
+        if x.dim() != 2 or not least <= x.shape[1] <= most:
+            raise ValueError(
+                f"x: expected shape [T K] with K = {least} to {most}, as the weight's, got {list(x.shape)}"
+            )
         return weight
 
     def _is_packed(self, tensors: Sequence[Tensor]) -> bool:
