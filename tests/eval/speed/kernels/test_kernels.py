@@ -13,7 +13,7 @@ from qrt.quant.digits import MOST_TOKENS
 from qrt.quant.weight import WEIGHT_SCHEMES
 from qrt_eval.cli import main
 from qrt_eval.inputs import shapes
-from qrt_eval.speed.kernels import experts, timer, trials, tune
+from qrt_eval.speed.kernels import exchange, experts, timer, trials, tune
 from qrt_eval.speed.kernels.linear import products
 from qrt_eval.speed.kernels.timer import COLD_BYTES, Rates, copies, microseconds
 from result_schema import checked
@@ -288,3 +288,8 @@ def test_unmeasured_gpu_uses_a_similar_gpus_plans(monkeypatch, caplog, name, chi
     assert found == (json.loads(tuned.path(like).read_text()) if like else {})
     (said,) = caplog.messages
     assert_names(said, name, like or "rules of thumb", "qrt-eval kernels --tune")
+
+
+def test_exchange_needs_two_gpus(capsys):
+    assert not list(exchange.rows(None, (1,), None, torch.device("cpu")))
+    assert capsys.readouterr().err == "--op exchange: left out: expected two GPUs or more, got 0\n"
