@@ -101,7 +101,7 @@ def test_every_form_adds_up_all_ranks(device, ranks, dtype):
         for x in xs:
             as_words(x)[..., 0, :5] = empty(x.dtype)  # what stands for a value that has not come
         sums = [sum(x, torch.zeros_like(x[0])) if shares else x for x in xs]
-        sent = [x if x.dtype == torch.float32 and tokens <= EXACT_TOKENS else x.to(dtype) for x in sums]
+        sent = [x.float() if tokens <= EXACT_TOKENS else x.to(dtype) for x in sums]
         residual = torch.randn(tokens, width, device=device).to(dtype)
         total = sum(x.double() for x in xs).sum(0) if shares else sum(x.double() for x in xs)
         results = []

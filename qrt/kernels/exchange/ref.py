@@ -12,10 +12,10 @@ from qrt.kernels.peers import EXACT_TOKENS
 
 def exchange_sum(x: Tensor, peers: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the sum of x [T, K], or fp32 [S, T, K], over S and all ranks: [T, K] in dtype."""
-    exact = x.dtype == torch.float32 and x.shape[-2] <= EXACT_TOKENS
     x = x.sum(0) if x.dim() == 3 else x
+    x = x.to(torch.float32 if len(x) <= EXACT_TOKENS else dtype)
     total = torch.zeros(x.shape, device=x.device)
-    for one in _every(x if exact else x.to(dtype), peers):
+    for one in _every(x, peers):
         total += one
     return total.to(dtype)
 

@@ -166,7 +166,7 @@ def _launch(
     warps = (32 if room else 16) if block_k > _BLOCK_ELEMENTS else max(1, block_rows * block_k // 256)
     kernel = variant(
         _rmsnorm, K=k, SHARES=shares, INT8=scale is not None, ROOM=room, ASM=COMPILED, CENTRED=centred,
-        RANKS=ranks_of(peers), WIDE=peers is not None and x.dtype == torch.float32 and rows <= EXACT_TOKENS,
+        RANKS=ranks_of(peers), WIDE=peers is not None and rows <= EXACT_TOKENS,
         BLOCK_ROWS=block_rows, BLOCK_K=block_k, num_warps=warps, launch_pdl=overlaps(x.device),
     )  # fmt: skip
     kernel.launch(
