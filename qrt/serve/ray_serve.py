@@ -1,10 +1,10 @@
 """Run replicas behind Ray Serve, which routes, scales and restarts them (`pip install 'qrt[serve,ray]'`).
 
-    serve run qrt.serve.ray_serve:app model=Qwen/Qwen3-8B kv=int8 replicas=2
+    serve run qrt.serve.ray_serve:app model=Qwen/Qwen3-8B kv=int8 replicas=2 gpus=1
 
 Each replica is an engine in a thread with the same routes as qrt-serve. The first replica of each machine
-downloads a model of the Hub. Beside `replicas` and `gpus` (of one replica) the arguments are settings of
-EngineConfig and ServerConfig.
+downloads a model of the Hub. Beside `replicas` and `gpus` (of one replica; by default tensor_parallel_size
+where that is given) the arguments are settings of EngineConfig and ServerConfig.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SERVER_FIELDS = {field.name for field in fields(ServerConfig)}
 def app(arguments: dict[str, Any]) -> serve.Application:
     """Make the application for `serve run` and `serve.run`; ConfigError for wrong arguments."""
     given = {name: _value(value) for name, value in arguments.items()}
-    replicas, gpus = int(given.pop("replicas", 1)), float(given.pop("gpus", 0))
+    replicas, gpus = int(given.pop("replicas", 1)), _gpus(given)
     model = given.pop("model", None)
     if model is None:
         raise ConfigError(f"model: expected {EXPECTED}, got none")
@@ -45,6 +45,10 @@ def app(arguments: dict[str, Any]) -> serve.Application:
         if name in own:
             own[name] = (own[name],) if isinstance(own[name], str) else tuple(own[name])
     server = ServerConfig(**{"model_names": (api_name(str(model)),), **own})
+    if server.data_parallel_size > 1:
+        raise ConfigError(
+            f"data_parallel_size: expected 1, got {server.data_parallel_size}; replicas=N starts N engines"
+        )
     try:
         engine_config(model, given)  # find mistakes here, not in every replica
     except ConfigError as error:
@@ -58,6 +62,16 @@ def app(arguments: dict[str, Any]) -> serve.Application:
     deployment = serve.deployment(serve.ingress(build)())
     options = {"num_replicas": replicas, "ray_actor_options": {"num_gpus": gpus}}
     return deployment.options(name="qrt", **options).bind()
+
+
+def _gpus(given: dict[str, Any]) -> float:
+    """Take `gpus` out of the arguments; ConfigError if a replica's ranks need more."""
+    ranks = int(given.get("tensor_parallel_size", 1))
+    on_gpus = ranks > 1 and not str(given.get("device", "")).startswith("cpu")
+    gpus = float(given.pop("gpus", ranks if on_gpus else 0))
+    if on_gpus and gpus < ranks:
+        raise ConfigError(f"gpus: expected at least tensor_parallel_size {ranks}, got {gpus:g}")
+    return gpus
 
 
 def _replica(model: str, settings: dict[str, Any], server: ServerConfig) -> FastAPI:

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
@@ -45,6 +46,24 @@ def test_kubernetes(tmp_path):
     (models,) = (mount for mount in container["volumeMounts"] if mount["name"] == "models")
     assert models["readOnly"] and container["args"][0].startswith(models["mountPath"])
     assert service["spec"]["selector"] == deployment["spec"]["selector"]["matchLabels"]
+
+
+def test_pods_for_llm_d(tmp_path):
+    """The patch fits the pods, whose arguments differ in the metrics' names and the key alone."""
+    kustomization = yaml.safe_load((DEPLOY / "kustomization.yaml").read_text())
+    assert kustomization["resources"] == ["kubernetes.yaml"]
+    deployment, _ = yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text())
+    (change,) = kustomization["patches"]
+    assert change["target"] == {"kind": deployment["kind"], "name": deployment["metadata"]["name"]}
+    args, label = yaml.safe_load(change["patch"])
+    *path, last = args["path"].strip("/").split("/")
+    place = deployment
+    for step in path:
+        place = place[int(step) if step.isdigit() else step]
+    theirs, ours = arguments(args["value"], tmp_path), arguments(place[last], tmp_path)
+    assert theirs == replace(ours, api_keys=(), metrics_prefix="vllm") and ours.api_keys
+    assert label["path"].rpartition("/")[0] == "/spec/template/metadata/labels"
+    assert label["path"].rpartition("/")[2].replace("~1", "/") == "llm-d.ai/engine-type"
 
 
 def test_compose_and_prometheus(tmp_path):

@@ -15,22 +15,64 @@ from qrt.serve.settings import ServerConfig
 pytestmark = pytest.mark.model
 
 
+class Options:
+    """A deployment of ray.serve that keeps what it is told."""
+
+    def __init__(self, ingress) -> None:
+        self.told = {}
+
+    def options(self, **told):
+        self.told = told
+        return self
+
+    def bind(self):
+        return self
+
+
+@pytest.fixture
+def stub(monkeypatch):
+    """The module `qrt.serve.ray_serve` where ray need not be installed."""
+    stub = ModuleType("ray")
+    stub.serve = ModuleType("ray.serve")
+    stub.serve.deployment, stub.serve.ingress = Options, lambda build: lambda: build
+    monkeypatch.setitem(sys.modules, "ray", stub)
+    return runpy.run_module("qrt.serve.ray_serve")
+
+
 @pytest.fixture
 def ray():
     return pytest.importorskip("ray", reason="ray is not installed (pip install 'qrt[ray]')")
 
 
-def test_a_replica_keeps_its_engine(monkeypatch):
-    stub = ModuleType("ray")
-    stub.serve = ModuleType("ray.serve")
-    monkeypatch.setitem(sys.modules, "ray", stub)
-    replica = runpy.run_module("qrt.serve.ray_serve")["_replica"]
-    served = replica("tiny", {"kv_cache_memory_bytes": 2**25}, ServerConfig(model_names=("mine",)))
+def test_a_replica_keeps_its_engine(stub):
+    served = stub["_replica"]("tiny", {"kv_cache_memory_bytes": 2**25}, ServerConfig(model_names=("mine",)))
     gc.collect()
     with TestClient(served) as client:
         reply = client.post("/v1/completions", json={"prompt": "The", "max_tokens": 2})
         assert reply.status_code == 200 == client.get("/health").status_code, reply.text
         assert 'qrt:num_requests_running{model_name="mine"} 0.0' in client.get("/metrics").text
+
+
+@pytest.mark.parametrize(
+    "given, gpus",
+    [({}, 0), ({"gpus": "1"}, 1), ({"tensor_parallel_size": "2"}, 2),
+     ({"tensor_parallel_size": "2", "gpus": "4"}, 4), ({"tensor_parallel_size": "2", "device": "cpu"}, 0)],
+)  # fmt: skip
+def test_gpus_of_a_replica(stub, given, gpus, monkeypatch):
+    """Ray keeps as many for each replica as its ranks take."""
+    monkeypatch.setitem(stub["app"].__globals__, "engine_config", lambda model, given: None)
+    served = stub["app"]({"model": "tiny", "replicas": "3", **given})
+    assert served.told == {"name": "qrt", "num_replicas": 3, "ray_actor_options": {"num_gpus": gpus}}
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [({"tensor_parallel_size": "4", "gpus": "2"}, "gpus: expected at least tensor_parallel_size 4, got 2"),
+     ({"data_parallel_size": "2"}, "data_parallel_size: expected 1, got 2; replicas=N")],
+)  # fmt: skip
+def test_wrong_sizes_of_a_replica(stub, given, message):
+    with pytest.raises(ConfigError, match=message):
+        stub["app"]({"model": "tiny", **given})
 
 
 @pytest.mark.slow

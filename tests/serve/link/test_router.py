@@ -1,6 +1,7 @@
 """The engine's loop, its clients and its clock played by the test."""
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from qrt.config import EngineConfig
 from qrt.engine.engine import Engine
@@ -78,6 +79,17 @@ def test_metrics_name_the_model():
         assert samples and all(labels.items() <= sample.labels.items() for sample in samples)
         assert all(("engine" in sample.labels) == ("engine" in labels) for sample in samples)
         assert all(sample.name.startswith(prefix) for sample in samples)
+
+
+def test_the_pool_in_blocks_as_routers_for_vllm_read_it(router):
+    router.metrics.names = MetricNames("m", "vllm")
+    text = router.metrics.exposition().decode()
+    (info,) = (f for f in text_string_to_metric_families(text) if f.name == "vllm:cache_config_info")
+    labels = info.samples[0].labels
+    blocks, block = int(labels["num_gpu_blocks"]), int(labels["block_size"])
+    assert blocks * block <= router.info.pool_tokens < (blocks + 1) * block
+    for gauge in ("num_requests_waiting", "num_requests_running", "kv_cache_usage_perc"):
+        assert f'vllm:{gauge}{{model_name="m"}} 0.0' in text
 
 
 def test_nothing_is_generated_for_who_is_gone(router):
