@@ -18,7 +18,7 @@ from torch import Tensor
 
 PATIENCE, RANK, ROWS, ROW_BYTES, BLOCKS = range(5)  # what is where in the words
 EMPTY = -0x7FFF8000  # int32: what a place holds until something arrives, 0x8000 twice
-MOST_BYTES = {2: 2 << 20, 3: 1 << 20, 4: 512 << 10}  # of rows in 16 bits, by ranks: NCCL is faster with more
+MOST_BYTES = {2: 4 << 20, 3: 2 << 20, 4: 1 << 20}  # of rows in 16 bits, by ranks: NCCL takes more
 LEAST_BYTES = 256 << 10  # the same for more ranks
 ALIGNMENT = 16
 NS = 1_000_000_000
@@ -58,12 +58,13 @@ def ranks_of(words: Tensor | None) -> int:
     return 0 if words is None else len(words) - BLOCKS
 
 
-def rows_for(ranks: int, width: int, programs: int) -> int:
+def rows_for(ranks: int, width: int, multiprocessors: int) -> int:
     """Return the most rows of `width` columns that are exchanged through memory.
 
-    A program exchanges a row at least, and waits for the others: `programs` of them must run at once.
+    A program has a row or more, and waits for the others' programs of that row. A GPU runs two a
+    multiprocessor, so all run at once.
     """
-    return max(1, min(MOST_BYTES.get(ranks, LEAST_BYTES) // (2 * width), programs))
+    return max(1, min(MOST_BYTES.get(ranks, LEAST_BYTES) // (2 * width), 2 * multiprocessors))
 
 
 def row_bytes_for(width: int) -> int:

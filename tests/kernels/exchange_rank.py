@@ -8,11 +8,14 @@ from pathlib import Path
 
 import torch
 
+from qrt.kernels.chain import Link, chain, fits
 from qrt.kernels.exchange import exchange_sum, largest
 from qrt.kernels.exchange.choose import choose
 from qrt.kernels.peers import Peers
 from qrt.kernels.rmsnorm import add_rmsnorm, add_rmsnorm_int8
 from qrt.kernels.rmsnorm.kernel import add_rmsnorm_digits
+from qrt.quant.weight import WEIGHT_SCHEMES
+from random_weights import random_weight, reference, relative
 
 WIDTH, EPS = 8192, 1e-5
 BF16 = torch.bfloat16
@@ -70,6 +73,40 @@ def check(peers: Peers) -> None:
                    & ~(1 << 31) for r in range(peers.size)]  # fmt: skip
         got = largest(numbers[peers.rank].to(peers.device), peers)
         assert torch.equal(got.cpu(), torch.stack(numbers).amax(0))
+
+
+def layer(peers: Peers) -> None:
+    """A layer whose heads and inner channels are cut in parts, by `chain`."""
+    hidden, attended, inner, width, words = 1024, 512, 1024, 768, peers.memory.words
+    scheme, device = WEIGHT_SCHEMES["w4a16"], peers.device
+    shapes = (hidden, attended), (2 * inner, hidden), (hidden, inner), (width, hidden)
+    parts = [
+        [random_weight(n, k, 4, 128, seed=10 * rank + i, symmetric=False, dtype=BF16, device=device)
+         for i, (n, k) in enumerate(shapes)]
+        for rank in range(peers.size)
+    ]  # fmt: skip
+    mine = [scheme.prepare(weight, device, BF16) for weight in parts[peers.rank]]
+    norm = torch.ones(hidden, device=device, dtype=BF16)
+    for tokens in (1, 2, 9, 16):
+        xs = [x.to(BF16) for x in everyones(peers, (tokens, attended), tokens)]
+        residual = everyones(peers, (tokens, hidden), 99)[0].to(BF16)
+        want = residual.double() + sum(reference(x, w[0]) for x, w in zip(xs, parts, strict=True))
+        outs = []
+        for _, gate_up, down, _ in parts:
+            gate, up = reference(normed(want), gate_up).chunk(2, -1)
+            outs.append(reference(torch.nn.functional.silu(gate) * up, down))
+        want = want + sum(outs)
+        link = Link(*mine, None, norm, norm, EPS, "w4a16", peers=words)
+        assert fits(attended, residual, link)
+        got = chain([xs[peers.rank]], residual, link)
+        assert relative(residual, want) < 2**-7
+        assert relative(got, reference(normed(want), parts[peers.rank][3])) < 2**-6
+        same(peers, residual)
+
+
+def normed(y: torch.Tensor) -> torch.Tensor:
+    """Return the norm of y, fp64."""
+    return y / (y.square().mean(-1, keepdim=True) + EPS).sqrt()
 
 
 def soak(peers: Peers, launches: int = 100_000) -> None:
@@ -137,7 +174,7 @@ def main(what: str, store: str, rank: int, size: int) -> None:
     peers = Peers.join(Path(store), rank, size, device)
     with torch.inference_mode():
         peers.memory = choose(peers, WIDTH, "peer", BF16)
-        {"check": check, "soak": soak, "stop": stop}[what](peers)
+        {"check": check, "layer": layer, "soak": soak, "stop": stop}[what](peers)
         torch.cuda.synchronize()
     peers.each(0)
     print("done", flush=True)

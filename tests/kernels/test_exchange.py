@@ -243,8 +243,8 @@ def test_what_the_memory_takes():
     memory = Memory(torch.empty(0), 32, row_bytes_for(1000))
     assert memory.takes(torch.empty(32, 1000)) and memory.takes(torch.empty(3, 32, 1000))
     assert not memory.takes(torch.empty(33, 8)) and not memory.takes(torch.empty(1, 1001))
-    assert rows_for(2, 8192, 132) == 128 and rows_for(4, 8192, 132) == 32 and rows_for(8, 8192, 132) == 16
-    assert rows_for(2, 1024, 132) == 132 and rows_for(8, 1 << 20, 132) == 1
+    assert rows_for(2, 8192, 132) == 256 and rows_for(4, 8192, 132) == 64 and rows_for(8, 8192, 132) == 16
+    assert rows_for(2, 1024, 132) == 264 and rows_for(8, 1 << 20, 132) == 1
     assert row_bytes_for(33) == 144 and places_bytes(2, 8, 16) % 4 == 0
 
 

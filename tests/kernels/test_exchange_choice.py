@@ -38,8 +38,8 @@ def peers(monkeypatch, caplog):
 
 
 def test_what_is_faster_is_taken(peers, caplog):
-    assert choose.choose(peers, 8192, "auto", torch.bfloat16) == (128, 4 * 8192)
-    assert "up to 128 tokens; one token with its norm takes 5.1 us through memory, 17.3" in caplog.text
+    assert choose.choose(peers, 8192, "auto", torch.bfloat16) == (256, 4 * 8192)
+    assert "up to 256 tokens; one token with its norm takes 5.1 us through memory, 17.3" in caplog.text
     peers.finds = (20.0, 17.3)
     assert choose.choose(peers, 8192, "auto", torch.bfloat16) is None
     assert "exchange: by NCCL; one token" in caplog.text

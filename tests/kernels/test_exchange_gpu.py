@@ -1,5 +1,6 @@
 """The exchange between the GPUs of a host, a process each."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -18,11 +19,10 @@ def ranks(what, folder, size=GPUS):
     """Run exchange_rank.py once a GPU; the exit codes and what each printed."""
     program = Path(__file__).parent / "exchange_rank.py"
     command = [sys.executable, str(program), what, str(folder / "store")]
+    said = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     running = [
-        subprocess.Popen(
-            [*command, str(rank), str(size)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        for rank in range(size)
+        subprocess.Popen([*command, str(rank), str(size)], env=environment, **said) for rank in range(size)
     ]
     try:
         said = [one.communicate(timeout=400)[0] for one in running]
@@ -35,6 +35,12 @@ def ranks(what, folder, size=GPUS):
 def test_every_form_on_all_ranks(tmp_path):
     """Against fp64, and with the same bits on all ranks."""
     codes, said = ranks("check", tmp_path)
+    assert not any(codes), said
+
+
+def test_a_layer_cut_in_parts(tmp_path):
+    """`chain` on every rank, each with its part of the products, against fp64."""
+    codes, said = ranks("layer", tmp_path)
     assert not any(codes), said
 
 
