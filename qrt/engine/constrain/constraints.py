@@ -225,7 +225,8 @@ class Constraints:
             mask = self._masks.get(request_id)
             if mask is None or length(request_id) is None:
                 continue
-            matcher = None if mask.slow else mask.constraint.plain
+            alone = mask.slow or mask.row is not None  # begun in an earlier step
+            matcher = None if alone else mask.constraint.plain
             if matcher is None:
                 apart.append((i, mask))
             else:
@@ -246,7 +247,8 @@ class Constraints:
             failed = mask.constraint.error if error is None else error
             if failed is not None:
                 errors[i] = str(failed)
-            elif mask.row is not None:
+            else:
+                assert mask.row is not None
                 masks[len(rows)] = mask.row
                 rows.append(i)
         return Masks(rows, late, errors)

@@ -100,7 +100,6 @@ def test_any_schedule_gives_the_answers_of_the_definition(seed, monkeypatch):
     monkeypatch.setattr(admission, "expected_output", lambda done, most, conservative: done + slack)
     monkeypatch.setattr(lookahead, "GROW_TOKENS", rng.choice([1, 5]))
     monkeypatch.setattr(constraints, "MOST_ROWS_FORCED", rng.choice([1, 4, 16]))
-    monkeypatch.setattr(constraints, "SLOW_S", rng.choice([-1.0, 10.0]))  # each mask alone, or together
     monkeypatch.setattr(constraints, "APPENDED_CONTEXT", rng.choice([20, 4096]))
     window = rng.random() < 0.3
     monkeypatch.setattr(windows, "MARGIN", 0)
@@ -118,6 +117,7 @@ def test_any_schedule_gives_the_answers_of_the_definition(seed, monkeypatch):
     some_are_late(engine._constraints, rng, monkeypatch)
     pending, added, ended, deltas = [str(i) for i in range(16)], {}, set(), {}
     while pending or engine.has_work:
+        monkeypatch.setattr(constraints, "SLOW_S", rng.choice([-1.0, 10.0]))  # next each alone, or together
         if pending and rng.random() < 0.5:
             name, prompt = pending.pop(), [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 18))]
             outputs = shape(rng.randrange(10), rng.randrange(1, 25)) if rng.random() < 0.7 else None
