@@ -148,7 +148,11 @@ class Decoder:
     @property
     def num_bytes(self) -> int:
         """Memory of all weights; shared ones count once. The RoPE tables are not weights."""
-        return sum({tensor.data_ptr(): tensor.nbytes for tensor in self.parameters()}.values())
+        sizes: dict[int, int] = {}
+        for tensor in self.parameters():  # a rank's tied head is a part of the embedding
+            place = tensor.untyped_storage().data_ptr()
+            sizes[place] = max(tensor.nbytes, sizes.get(place, 0))
+        return sum(sizes.values())
 
     @property
     def schemes(self) -> Counter[str]:

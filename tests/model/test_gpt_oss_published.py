@@ -95,8 +95,8 @@ def test_an_expert_is_that_of_transformers(published, plain):
 
 @pytest.mark.parametrize("change, text", [
     ({"down_proj_scales": None}, r"no tensor 'model\.layers\.1\.mlp\.experts\.down_proj_scales'"),
-    ({"down_proj_scales": (8, 128, 5)}, r"down_proj_scales: shape \[N K/32\] with N=128, K=192, got "),
-    ({"down_proj_blocks": (8, 128, 6, 8)}, r"down_proj_blocks: shape \[N K/32 16\], got \[128, 6, 8\]"),
+    ({"down_proj_scales": (8, 128, 5)}, r"down_proj_scales: .*shape \[N K/32\] with N=128, K=192, got "),
+    ({"down_proj_blocks": (8, 128, 6, 8)}, r"down_proj_blocks: .*shape \[N K/32 16\], got \[128, 6, 8\]"),
     ({"down_proj_blocks": (9, 128, 6, 16)}, "down_proj_blocks: expected 8 experts, got 9"),
     ({"down_proj": (8, 192, 128)}, r"down_proj_blocks, .*down_proj_scales: of no use"),
     ({"down_proj_global_scale": (8,)}, r"down_proj_global_scale: of no use to quant_method 'mxfp4'"),

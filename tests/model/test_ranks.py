@@ -154,6 +154,18 @@ def test_dummy_ranks_are_as_large_as_loaded_ones(llama, tmp_path):
         assert torch.equal(made.embed.weight, models[0].embed.weight)
 
 
+def test_a_tied_head_is_a_view_of_the_embedding(tmp_path):
+    """Whose bytes count once."""
+    folder = random_checkpoint(
+        tmp_path / "m", "LlamaForCausalLM", num_hidden_layers=1, tie_word_embeddings=True
+    )
+    for model in loaded(folder, 2):
+        table, (head,) = model.embed.weight, model.head.tensors
+        assert head.untyped_storage().data_ptr() == table.untyped_storage().data_ptr()
+        others = sum(t.nbytes for t in model.parameters()) - table.nbytes - head.nbytes
+        assert head.shape == (256, 128) and model.num_bytes == table.nbytes + others
+
+
 def test_whole_sizes_are_checked_on_every_rank(llama, tmp_path):
     folder, _ = llama
     checkpoint = open_checkpoint(folder)
