@@ -9,7 +9,7 @@ from operators import check_operator
 from torch.nn import functional as F
 
 from backends import GPU
-from qrt.kernels.sample import SCORE_ERROR, SHARE_ERROR, kernel, ref, sample
+from qrt.kernels.sample import SCORE_ERROR, SHARE_ERROR, kernel, ref, sample, token_of
 
 INF = float("inf")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -98,6 +98,23 @@ def test_any_number_of_programs_draws_the_same(device, implementation, programs,
     tables = parameters(3, device, [1.0, 0.7, 1.0, 0.0, 1.3, 1.0])
     tokens = implementation(logits, *tables, None)
     assert tokens.tolist() == ref.sample(logits.cpu(), *(t.cpu() for t in tables), None).tolist()
+
+
+@pytest.mark.ptx(implementation=[kernel])
+@pytest.mark.parametrize("implementation", [ref, kernel], ids=["ref", "triton"])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_the_best_word_of_ranks_holds_the_token(device, implementation, ranks):
+    logits = torch.randn(6, 2000, device=device).mul(2).bfloat16()
+    logits[5] = logits[5].round()  # many ties
+    logits[4, 1500:] = -INF
+    tables = parameters(6, device, [0.0, 1.0, 0.7] * 4)
+    edges = [2000 // 8 * rank // ranks * 8 for rank in range(ranks + 1)]
+    words = [
+        implementation.sample_words(logits[:, first:last], *tables, first)
+        for first, last in zip(edges, edges[1:], strict=False)
+    ]
+    want = implementation.sample(logits, *tables, None)
+    assert torch.equal(token_of(torch.stack(words).amax(0)), want)
 
 
 @BOTH

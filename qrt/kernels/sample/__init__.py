@@ -24,6 +24,12 @@ with a state: a seeded request gets the same noise whatever it is batched with, 
 a pause. u is the same to the bit everywhere. Sums and logarithms are fp32: a group's score is within
 SCORE_ERROR * (1 + its magnitude) of the exact one, and a cumulative share within SHARE_ERROR. So two
 implementations draw different tokens only where the two best scores, or a share and u, are that close.
+
+sample_words(logits [S, n], rows, temperature, seed, position, first) -> [S] int64
+
+is what one of several ranks draws, which has the n logits of the vocabulary from token `first` on, a multiple
+of 8. A word holds score and token, so that the largest of the ranks' words holds the token that `sample`
+draws from all logits: `token_of`. Words of two implementations are not comparable.
 """
 
 from __future__ import annotations
@@ -42,8 +48,18 @@ def _fake(logits: Tensor) -> Tensor:
     return logits.new_empty(logits.shape[0], dtype=torch.int64)
 
 
+def token_of(words: Tensor) -> Tensor:
+    """Return the token of each word of `sample_words`, int64."""
+    return ref.LAST - (words & ref.LAST)
+
+
 sample = define(
     ref.sample,
     triton="qrt.kernels.sample.kernel:sample",
+    fake=_fake,
+)
+sample_words = define(
+    ref.sample_words,
+    triton="qrt.kernels.sample.kernel:sample_words",
     fake=_fake,
 )

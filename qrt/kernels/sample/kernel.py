@@ -167,14 +167,17 @@ def _token(x, top, group, draws, key, to_base_2):
     return tl.max(group * _GROUP + first % _GROUP, 0)
 
 
-@triton.jit(do_not_specialize=["mask_bytes", "tiles"])
+@triton.jit(do_not_specialize=["mask_bytes", "tiles", "first_group"])
 def _sample(
-    LOGITS, ROWS, TEMPERATURE, SEED, POSITION, LEAST, MASKS, MASK_AT, TOKENS, WORDS, SHARED, V, stride,
-    mask_bytes, tiles,
-    TILE: tl.constexpr, WHOLE: tl.constexpr, ASM: tl.constexpr,
+    LOGITS, ROWS, TEMPERATURE, SEED, POSITION, LEAST, MASKS, MASK_AT, OUT, WORDS, SHARED, V, stride,
+    mask_bytes, tiles, first_group,
+    TILE: tl.constexpr, WHOLE: tl.constexpr, ASM: tl.constexpr, WORD: tl.constexpr,
     launch_pdl: tl.constexpr,
 ):  # fmt: skip
-    """Grid (S, programs of `tiles` tiles); one warp. WHOLE: V is a multiple of _GROUP."""
+    """Grid (S, programs of `tiles` tiles); one warp. WHOLE: V is a multiple of _GROUP.
+
+    The first group of LOGITS is `first_group` of the vocabulary. WORD: OUT gets the word, not the token.
+    """
     after_previous(launch_pdl)
     index, program, programs = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     logits = LOGITS + index.to(tl.int64) * stride
@@ -208,7 +211,7 @@ def _sample(
         top = tl.max(x, 1)
         if draws:
             seen = tl.load(BEST, volatile=True)
-            bits = _bits(key, here)
+            bits = _bits(key, here + first_group)
             top_2 = tl.minimum(tl.maximum(top * to_base_2, -_LARGE), _LARGE)
             if _may_win(bits, top_2, _score(tl.maximum(best, order))):
                 order, chosen = _better(_raced(x, top, top_2, bits, to_base_2), here, order, chosen)
@@ -221,7 +224,7 @@ def _sample(
     if MASKS is not None:
         allowed = _allowed(MASKS, winner, mask)
     x = _drawable(_load(logits, winner, V, True, WHOLE), allowed, temperature, least, ASM)
-    token = _token(x, tl.max(x, 1), winner, draws, key, to_base_2)
+    token = _token(x, tl.max(x, 1), winner + first_group, draws, key, to_base_2)
     word = (order.to(tl.int64) << 32) | (0x7FFFFFFF - token).to(tl.int64)
     WORDS += index * programs
     tl.store(WORDS + program, word)
@@ -230,7 +233,7 @@ def _sample(
             at = first + tl.arange(0, _WORDS)
             words = tl.load(WORDS + at, mask=at < programs, other=-(2**63), cache_modifier=".cg")
             word = tl.maximum(word, tl.max(words, 0))
-        tl.store(TOKENS + index, 0x7FFFFFFF - (word & 0x7FFFFFFF))
+        tl.store(OUT + index, word if WORD else 0x7FFFFFFF - (word & 0x7FFFFFFF))
         tl.store(ARRIVALS, 0)
         tl.store(BEST, _NONE)
 
@@ -258,23 +261,37 @@ def sample(
     mask_at: Tensor | None = None,
 ) -> Tensor:
     """Run `qrt::sample` on CUDA tensors."""
+    return _launched(logits, (rows, temperature, seed, position, least, masks, mask_at), 0, word=False)
+
+
+def sample_words(
+    logits: Tensor, rows: Tensor, temperature: Tensor, seed: Tensor, position: Tensor, first: int
+) -> Tensor:
+    """Run `qrt::sample_words` on CUDA tensors."""
+    own = rows, temperature, seed, position, None, None, None
+    return _launched(logits, own, first // ref.GROUP, word=True)
+
+
+def _launched(logits: Tensor, rules: tuple[Tensor | None, ...], first_group: int, *, word: bool) -> Tensor:
+    """Return the token or the word of each row; `rules` are the other arguments of `sample`."""
     S, V = logits.shape
-    tokens = torch.empty(S, dtype=torch.int64, device=logits.device)
+    out = torch.empty(S, dtype=torch.int64, device=logits.device)
     if S == 0:
-        return tokens
+        return out
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     at_once = max(1, _PROGRAMS_PER_SM * multiprocessors(logits.device) // S)  # programs of a row
     tiles = cdiv(cdiv(V, _TILE), at_once)
     programs = cdiv(V, tiles * _TILE)
+    *tables, masks, mask_at = rules
     masks = None if masks is None else masks.view(torch.uint8)
     words = torch.empty(S * programs, dtype=torch.int64, device=logits.device)
     shared = _shared(logits.device, max(1024, next_power_of_2(S)))
     kernel = variant(
-        _sample, TILE=_TILE, WHOLE=V % ref.GROUP == 0, ASM=COMPILED, num_warps=1,
+        _sample, TILE=_TILE, WHOLE=V % ref.GROUP == 0, ASM=COMPILED, WORD=word, num_warps=1,
         launch_pdl=overlaps(logits.device),
     )  # fmt: skip
     kernel.launch(
-        (S, programs), logits, rows, temperature, seed, position, least, masks, mask_at, tokens, words,
-        shared, V, logits.stride(0), 0 if masks is None else masks.shape[1], tiles,
+        (S, programs), logits, *tables, masks, mask_at, out, words, shared, V, logits.stride(0),
+        0 if masks is None else masks.shape[1], tiles, first_group,
     )  # fmt: skip
-    return tokens
+    return out

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 GROUP = 8  # tokens that race as one: 16 bytes of 16-bit logits
+LAST = 0x7FFFFFFF  # a word's lower half is this less the token, so that the lowest of equals wins
 _INF = float("inf")
 
 
@@ -23,15 +24,34 @@ def sample(
     """See the package's docstring."""
     if masks is not None and mask_at is not None:
         logits = masked(logits, masks, mask_at)
+    return _drawn(logits, (rows, temperature, seed, position), least)[1]
+
+
+def sample_words(
+    logits: Tensor, rows: Tensor, temperature: Tensor, seed: Tensor, position: Tensor, first: int
+) -> Tensor:
+    """See the package's docstring."""
+    scores, tokens = _drawn(logits, (rows, temperature, seed, position), None, first // GROUP)
+    bits = (scores + 0.0).view(torch.int32)  # -0 is 0
+    ordered = bits ^ ((bits >> 31) & LAST)
+    return (ordered.long() << 32) | (LAST - tokens - first)
+
+
+def _drawn(
+    logits: Tensor, tables: tuple[Tensor, ...], least: Tensor | None, first_group: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Return the scores fp32 [S] and the tokens int64 [S] that win; the first group is `first_group`."""
+    rows, temperature, seed, position = tables
     tokens = logits.argmax(-1)
+    scores = logits.gather(1, tokens[:, None])[:, 0].float()
     draws = (temperature[rows] > 0).nonzero()[:, 0]
     if len(draws):
         rows = rows[draws]
         scaled = logits[draws].float().div_(temperature[rows, None])
         if least is not None:
             scaled.masked_fill_(scaled < least[draws, None], -_INF)
-        tokens[draws] = _draw(scaled, seed[rows], position[rows])
-    return tokens
+        scores[draws], tokens[draws] = _draw(scaled, seed[rows], position[rows], first_group)
+    return scores, tokens
 
 
 def masked(logits: Tensor, masks: Tensor, mask_at: Tensor) -> Tensor:
@@ -45,14 +65,19 @@ def masked(logits: Tensor, masks: Tensor, mask_at: Tensor) -> Tensor:
     return logits.masked_fill(~allowed & (mask_at >= 0)[:, None], -_INF)
 
 
-def _draw(scaled: Tensor, seed: Tensor, position: Tensor) -> Tensor:
-    """Draw tokens int64 [B] with the distribution softmax(scaled [B, V])."""
+def _draw(scaled: Tensor, seed: Tensor, position: Tensor, first: int) -> tuple[Tensor, Tensor]:
+    """Draw tokens int64 [B] with the distribution softmax(scaled [B, V]); return their scores too.
+
+    The noise is that of the groups from `first` on.
+    """
     groups = F.pad(scaled, (0, -scaled.shape[1] % GROUP), value=-_INF).unflatten(1, (-1, GROUP))
-    index = torch.arange(groups.shape[1], dtype=torch.int32, device=scaled.device)
-    group = groups.logsumexp(-1).add_(gumbel(seed, position, index)).argmax(-1)
+    index = torch.arange(first, first + groups.shape[1], dtype=torch.int32, device=scaled.device)
+    scores = groups.logsumexp(-1).add_(gumbel(seed, position, index))
+    group = scores.argmax(-1)
     chances = groups[torch.arange(len(group), device=group.device), group].softmax(-1).cumsum(-1)
-    target = uniform(seed, position, ~group.int()[:, None]) * chances[:, -1:]
-    return group * GROUP + (chances > target).int().argmax(-1)
+    target = uniform(seed, position, ~(group + first).int()[:, None]) * chances[:, -1:]
+    best = scores.gather(1, group[:, None])[:, 0]
+    return best, group * GROUP + (chances > target).int().argmax(-1)
 
 
 def gumbel(seed: Tensor, position: Tensor, index: Tensor) -> Tensor:
