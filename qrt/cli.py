@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import logging
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -120,3 +121,24 @@ def run_main(work: Callable[[], int | None]) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+
+
+class LineFormatter(logging.Formatter):
+    """Writes each record in one line: control characters that a client sent make no new lines."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """Escape the message; a traceback stays as it is."""
+        record.message = record.message.translate(CONTROL_CHARACTERS)
+        return super().formatMessage(record)
+
+
+def set_up_logging(level: str | int, tag: str) -> None:
+    """Log to stderr: level, time, process and module."""
+    handler = logging.StreamHandler()
+    line = f"%(levelname)s %(asctime)s ({tag}) [%(name)s] %(message)s"
+    handler.setFormatter(LineFormatter(line, "%m-%d %H:%M:%S"))
+    logging.basicConfig(
+        level=level.upper() if isinstance(level, str) else level, handlers=[handler], force=True
+    )
+    for noisy in ("httpx", "asyncio"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)

@@ -66,6 +66,7 @@ LOAD_FORMATS = ("auto", "safetensors", "dummy")  # the first two are the same: q
 GENERATION_CONFIGS = ("auto", "vllm")
 RUNNERS = ("auto", "generate", "pooling")
 CONVERSIONS = ("auto", "none", "embed", "classify", "reward")
+EXCHANGES = ("auto", "peer", "nccl")
 ADMISSIONS = ("aggressive", "conservative")
 MAX_NUM_SEQS = 2**16  # most requests at once; each takes a row of `max_model_len` tokens on the device
 
@@ -95,6 +96,9 @@ class EngineConfig:
     dtype                    dtype of activations: "auto" is the checkpoint's on a GPU. On a CPU it is
                              float32, or bf16 for a quantized checkpoint in bf16 if the CPU has fast bf16
     device                   "cuda", "cuda:1" or "cpu" (None: the GPU if there is one, else the CPU)
+    tensor_parallel_size     ranks that share the model, one GPU each, counted from `device` on
+    exchange                 how their GPUs add up what they compute: "peer": few tokens through each other's
+                             memory, "nccl", or "auto": what is faster on this machine
     max_model_len            most tokens of one request, prompt and output together
     max_num_seqs             most requests that run at once (None: 256, on a GPU up to 1,024 by what the
                              KV pool holds: `mem.sizing.default_num_seqs`)
@@ -131,6 +135,8 @@ class EngineConfig:
     generation_config: str = "auto"
     dtype: str = "auto"
     device: str | None = None
+    tensor_parallel_size: int = 1
+    exchange: str = "auto"
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int = 8192
@@ -172,9 +178,11 @@ class EngineConfig:
             if not isinstance(getattr(self, name), dict | None):
                 raise ConfigError(f"{name}: expected a dictionary, got {getattr(self, name)!r:.80}")
             object.__setattr__(self, name, getattr(self, name) or None)
+        one_of("exchange", self.exchange, EXCHANGES)
         one_of("scheduling_policy", self.scheduling_policy, POLICIES)
         one_of("admission", self.admission, ADMISSIONS)
-        at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        for name in ("tensor_parallel_size", "max_num_batched_tokens"):
+            at_least(name, getattr(self, name), 1)
         if self.max_num_seqs is not None:
             at_least("max_num_seqs", self.max_num_seqs, 1)
             at_most("max_num_seqs", self.max_num_seqs, MAX_NUM_SEQS)

@@ -65,7 +65,7 @@ def refuse(table: Mapping[str, Unsupported], given: Mapping[str, Any], names: It
         raise UnsupportedError("; ".join(lines))
 
 
-_ONE_GPU = "qrt runs on one GPU; run several servers behind a router"
+_ONE_HOST = "qrt runs on the GPUs of one host; see --tensor-parallel-size"
 _CHUNKS = "prompts are prefilled in chunks; a step takes at most --max-num-batched-tokens"
 _CHECKPOINT = "the weight scheme comes from the checkpoint; make one with qrt-calibrate"
 _SPECULATION = "speculative decoding is not supported"
@@ -81,13 +81,13 @@ SETTINGS = named(
     ("trust_remote_code", "qrt never runs a model's own code", (False,)),
     ("load_way", "qrt reads safetensors only", ("HF",)),
     ("quantization q quant_type quant_cfg", _CHECKPOINT, ()),
-    ("tensor_parallel_size tp pipeline_parallel_size pp nnodes", _ONE_GPU, (1,)),
+    ("pipeline_parallel_size pp nnodes", _ONE_HOST, (1,)),
     ("data_parallel_size dp dp_size", "qrt-serve takes it; an LLM is one engine, so make several", (1,)),
-    ("node_rank data_parallel_rank", _ONE_GPU, (0,)),
-    ("master_addr master_port nccl_host nccl_port worker_extension_cls", _ONE_GPU, ()),
-    ("distributed_executor_backend worker_cls", _ONE_GPU, ("mp", "uni", "auto")),
-    ("enable_expert_parallel enable_eplb", _ONE_GPU, (False,)),
-    ("disable_custom_all_reduce max_parallel_loading_workers ray_workers_use_nsight", _ONE_GPU, ANY),
+    ("node_rank data_parallel_rank", _ONE_HOST, (0,)),
+    ("master_addr master_port nccl_host nccl_port worker_extension_cls", _ONE_HOST, ()),
+    ("distributed_executor_backend worker_cls", _ONE_HOST, ("mp", "uni", "auto")),
+    ("enable_expert_parallel enable_eplb", _ONE_HOST, (False,)),
+    ("disable_custom_all_reduce max_parallel_loading_workers ray_workers_use_nsight", _ONE_HOST, ANY),
     ("max_total_token_num num_gpu_blocks_override", "give the pool as --kv-cache-memory-bytes", ()),
     ("block_size", "KV memory is allocated by the token, not by the block", ()),
     ("kv_group_size llm_kv_quant_group_size", "the KV format decides its groups: a scale per half head", ()),

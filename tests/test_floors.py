@@ -23,6 +23,7 @@ FLOORS: dict[str, float] = {  # fractions are the rooms of a floor, lower rooms 
     "qrt.layers": 4,
     "qrt.model": 5,
     "qrt.engine.schedule": 6, "qrt.engine.constrain": 6.1, "qrt.engine.step": 6.1, "qrt.engine": 6.2,
+    "qrt.engine.ranks": 6.1, "qrt.engine.ranks.process": 6.3,
     "qrt.text.collector": 6.1, "qrt.text.pooling": 6.1,  # of the engine's deltas
     "qrt.llm": 7, "qrt.offline": 7, "qrt.serve.settings": 7, "qrt.serve.link": 7.1, "qrt.async_llm": 7.2,
     "qrt.serve.http": 7.2, "qrt.serve.routes": 7.3, "qrt.serve.processes": 7.4, "qrt.serve.command": 7.5,

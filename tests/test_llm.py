@@ -287,8 +287,8 @@ def test_refusals_leave_the_engine_clean(llm, folder, expected, tmp_path):
         llm.generate(PROMPTS[:1], SamplingParams(stop_token_ids=[420]))
     with pytest.raises(ConfigError, match="unknown setting 'max_modle_len'; did you mean 'max_model_len'"):
         make(folder, max_modle_len=5)
-    with pytest.raises(ConfigError, match="unknown setting 'tensor_parallel_size'; qrt runs on one GPU"):
-        make(folder, tensor_parallel_size=2)
+    with pytest.raises(ConfigError, match="unknown setting 'pipeline_parallel_size'; qrt runs on the GPUs"):
+        make(folder, pipeline_parallel_size=2)
     for wrong in (None, "hi", {"role": "user", "content": "hi"}):
         with pytest.raises(
             ConfigError, match=f"messages: expected a list such as .*, got {type(wrong).__name__}"

@@ -86,7 +86,7 @@ def test_every_refusal_says_what_to_do_instead():
 ENGINE_DEFAULTS = {
     "task": "auto", "skip_tokenizer_init": False,
     "tokenizer_mode": "auto", "trust_remote_code": False, "allowed_local_media_path": "",
-    "tensor_parallel_size": 1, "pipeline_parallel_size": 1, "data_parallel_size": 1,
+    "pipeline_parallel_size": 1, "data_parallel_size": 1,
     "enable_expert_parallel": False, "block_size": None, "quantization": None, "rope_scaling": {},
     "rope_theta": None, "swap_space": 4, "cpu_offload_gb": 0, "max_seq_len_to_capture": 8192,
     "disable_custom_all_reduce": False, "disable_async_output_proc": False, "mm_processor_kwargs": None,
@@ -107,7 +107,7 @@ ENGINE_DEFAULTS = {
 
 def test_defaults_of_vllms_engine_are_accepted():
     assert [name for name, value in ENGINE_DEFAULTS.items() if not has_no_effect(name, value)] == []
-    assert not has_no_effect("tensor_parallel_size", 2) and not has_no_effect("quantization", "awq")
+    assert not has_no_effect("pipeline_parallel_size", 2) and not has_no_effect("quantization", "awq")
 
 
 def test_an_unknown_argument_is_named():

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import torch
 
+from qrt.arch.part import Part
 from qrt.arch.pooling import Pooling, overridden
+from qrt.arch.read import read_arch
 from qrt.config import EngineConfig
 from qrt.engine.generation import GenerationConfig
 from qrt.engine.preflight import Preflight, check_fit, check_settings, preflight
@@ -23,7 +25,10 @@ from qrt.engine.step.table import RequestTable
 from qrt.errors import ConfigError
 from qrt.grammar.compiled import Grammars
 from qrt.grammar.vocabulary import Vocabulary
+from qrt.kernels.exchange.choose import choose
 from qrt.kernels.gpu import launches_on
+from qrt.kernels.peer_memory import SECONDS
+from qrt.kernels.peers import Peers
 from qrt.mem.sizing import (
     GIB,
     LEAST_SEQS,
@@ -86,14 +91,18 @@ class _Loaded:
 
 
 def build(
-    config: EngineConfig | Preflight, model: Decoder | None = None, eos_token_ids: Iterable[int] = ()
+    config: EngineConfig | Preflight,
+    model: Decoder | None = None,
+    eos_token_ids: Iterable[int] = (),
+    peers: Peers | None = None,
 ) -> Parts:
     """Load the checkpoint that `config` names, or take `model`, and build the rest around it.
 
-    `eos_token_ids` end the text beside those that the checkpoint names.
+    `eos_token_ids` end the text beside those that the checkpoint names. With `peers` this is the part of one
+    rank; all ranks build at the same time.
     """
     loads = model is None
-    config, loaded = _checked(config, model)
+    config, loaded = _checked(config, model, peers)
     model, generation = loaded.model, loaded.generation
     named = {*model.arch.eos_token_ids, *generation.eos_token_ids, *eos_token_ids}
     eos = [token for token in named if 0 <= token < model.arch.vocab_size]
@@ -115,6 +124,8 @@ def build(
         if loaded.pooling is not None:
             table = limits.max_num_seqs + 1, model.arch.hidden_size
             runner.pooler = Pooler(loaded.head, *table, model.device)
+    if peers is not None and peers.memory is not None:
+        peers.memory.wait(SECONDS)
     logger.info("model: %s, on %s", model, model.device)
     logger.info("%s; at most %d run at once", pool, limits.max_num_seqs)
     if logger.isEnabledFor(logging.DEBUG):
@@ -124,20 +135,27 @@ def build(
     return Parts(config, generation, eos, limits, formats, pool, loaded.pooling, runner, grammars)
 
 
-def _checked(config: EngineConfig | Preflight, model: Decoder | None) -> tuple[EngineConfig, _Loaded]:
+def _checked(
+    config: EngineConfig | Preflight, model: Decoder | None, peers: Peers | None
+) -> tuple[EngineConfig, _Loaded]:
     """Return the settings, checked, with the model that they name and its defaults; or with `model`."""
     if model is None:
         found = config if isinstance(config, Preflight) else preflight(config)
-        return found.config, _load(found.config, found.pooling)
+        return found.config, _load(found.config, found.pooling, peers)
     own = config.config if isinstance(config, Preflight) else config
+    if own.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"tensor_parallel_size: expected 1 for a model in memory, got {own.tensor_parallel_size}; "
+            "name a checkpoint, of which each rank reads its part"
+        )
     check_settings(own)
     check_fit(own, model.arch)
     return own, _Loaded(model)
 
 
-def _load(config: EngineConfig, pooling: Pooling | None) -> _Loaded:
+def _load(config: EngineConfig, pooling: Pooling | None, peers: Peers | None) -> _Loaded:
     """Load the checkpoint's model, its generation defaults, and its head of labels."""
-    device = _device(config)
+    device = devices_of(config)[0] if peers is None else peers.device
     dummy = config.load_format == "dummy"
     checkpoint = open_checkpoint(config.model, weights=not dummy)
     checkpoint.config = overridden(checkpoint.config, config.hf_overrides or {})
@@ -146,8 +164,13 @@ def _load(config: EngineConfig, pooling: Pooling | None) -> _Loaded:
     if dummy:
         logger.warning("%s: the weights are random, as load_format dummy asks for", checkpoint.path)
     load = dummy_model if dummy else load_model
-    dtype = model_dtype(config, checkpoint, device)
-    model = load(checkpoint, device=device, dtype=dtype, headless=pooling is not None)
+    dtype, part = model_dtype(config, checkpoint, device), None
+    if peers is not None:
+        part = Part(peers.rank, peers.size)
+        width = read_arch(checkpoint.config, checkpoint.path).hidden_size
+        peers.memory = choose(peers, width, config.exchange, dtype)
+    headless = pooling is not None
+    model = load(checkpoint, device=device, dtype=dtype, headless=headless, part=part, peers=peers)
     head = None
     if pooling is not None and pooling.labels:
         own = model.arch, pooling
@@ -169,15 +192,23 @@ def _token_ids(config: EngineConfig, pooling: Pooling) -> list[int]:
     return [int(vocabulary[token]) for token in pooling.tokens]
 
 
-def _device(config: EngineConfig) -> torch.device:
-    """Return the device of `config`; raise ConfigError if this machine does not have it."""
+def devices_of(config: EngineConfig) -> list[torch.device]:
+    """Return the device of each rank of `config`; raise ConfigError if this machine lacks one."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     name = ("cuda" if count else "cpu") if config.device is None else config.device
-    device = torch.device(name)
-    if device.type == "cuda" and (device.index or 0) >= count:
+    device, ranks = torch.device(name), config.tensor_parallel_size
+    if device.type != "cuda":
+        return [device] * ranks
+    first = device.index or 0
+    if first >= count:
         found = f"cuda:0 to cuda:{count - 1}, or cpu" if count else "cpu: torch finds no GPU here"
         raise ConfigError(f"device: expected {found}, got {name!r}")
-    return device
+    if first + ranks > count:
+        raise ConfigError(
+            f"tensor_parallel_size: expected at most {count - first}, the GPUs from cuda:{first} on, "
+            f"got {ranks}"
+        )
+    return [torch.device("cuda", first + rank) for rank in range(ranks)] if ranks > 1 else [device]
 
 
 def model_dtype(config: EngineConfig, checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
@@ -275,13 +306,14 @@ def _pool(
 
 
 def _budget_bytes(config: EngineConfig, model: Decoder, reserve: int) -> int:
-    """Return the memory that the pool may take where steps need `reserve` bytes."""
-    return kv_budget_bytes(
+    """Return the memory that the pool may take where steps need `reserve` bytes: the least of all ranks."""
+    own = kv_budget_bytes(
         model.device,
         gpu_memory_utilization=config.gpu_memory_utilization,
         reserve_bytes=reserve,
         kv_cache_memory_bytes=config.kv_cache_memory_bytes,
     )
+    return own if model.peers is None else min(model.peers.each(own))
 
 
 def _runner(

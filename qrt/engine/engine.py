@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -10,10 +11,11 @@ from dataclasses import replace
 import torch
 
 from qrt.config import EngineConfig
-from qrt.engine.build import build
+from qrt.engine.build import build, devices_of
 from qrt.engine.check import RequestCheck
 from qrt.engine.constrain.constraints import Constraints
-from qrt.engine.preflight import Preflight
+from qrt.engine.preflight import Preflight, preflight
+from qrt.engine.ranks.group import RankGroup
 from qrt.engine.schedule.output import StepDelta
 from qrt.engine.schedule.plan import Plan
 from qrt.engine.schedule.request import FinishReason
@@ -70,7 +72,14 @@ class Engine:
         tokenizer's) end the text, and so do those that the checkpoint names. Raises the errors of the loader
         and the KV pool, all kinds of QrtError, and ConfigError for a max_model_len beyond the model's.
         """
-        parts = build(config, model, eos_token_ids)
+        self._group = None
+        if model is None:
+            config = config if isinstance(config, Preflight) else preflight(config)
+            self._group = _group_of(config.config)
+        parts = build(config, model, eos_token_ids, None if self._group is None else self._group.peers)
+        parts.runner.group = self._group
+        if self._group is not None:
+            weakref.finalize(self, self._group.close)
         self.config = parts.config
         self.generation = parts.generation
         self.formats = parts.formats
@@ -262,6 +271,11 @@ class Engine:
             torch.cuda.synchronize(self.model.device)
         self._forget()
 
+    def close(self) -> None:
+        """End the processes of the other ranks, if there are any; the engine cannot be used any more."""
+        if self._group is not None:
+            self._group.close()
+
     def start_timeline(self) -> Timeline:
         """Record from now on which steps the GPU runs, how long they take and how long it waits."""
         self.runner.timeline = Timeline()
@@ -293,3 +307,9 @@ class Engine:
         if delta.finish_reason is not None:
             self._constraints.remove(delta.request_id)
         return delta
+
+
+def _group_of(config: EngineConfig) -> RankGroup | None:
+    """Start the ranks of `config` beside this process's own, if there is more than one."""
+    devices = devices_of(config)
+    return RankGroup(config, devices) if len(devices) > 1 else None

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from qrt.arch import Arch
+from qrt.arch.part import Part, of_rank
 from qrt.arch.pooling import Pooling, overridden, read_pooling
 from qrt.arch.read import read_arch
 from qrt.config import EngineConfig
@@ -85,11 +86,12 @@ def check_settings(config: EngineConfig) -> None:
 
 
 def check_fit(config: EngineConfig, model: Arch) -> None:
-    """Raise ConfigError for a length or a layer that the model does not have."""
+    """Raise ConfigError for a length, a layer or a number of ranks that the model does not have."""
     if config.max_model_len is not None and config.max_model_len > model.max_position:
         raise ConfigError(
             f"max_model_len: expected at most the model's {model.max_position}, got {config.max_model_len}"
         )
+    of_rank(model, Part(0, config.tensor_parallel_size))
     if wrong := [layer for layer in config.kv_skip_layers if layer >= model.num_layers]:
         layers = f"0 to {model.num_layers - 1}"
         raise ConfigError(f"kv_skip_layers: expected {layers}, the model's layers, got {wrong[0]}")

@@ -64,6 +64,11 @@ class Peers:
         peers.sum(torch.zeros(1, 1, device=device))  # a communicator must exist before graphs are recorded
         return peers
 
+    @property
+    def most_rows(self) -> int:
+        """The most rows that are exchanged through memory."""
+        return 0 if self.memory is None else self.memory.rows
+
     def through(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return what an operator that adds the sum of x over all ranks takes as x and `peers`.
 
@@ -106,6 +111,11 @@ class Peers:
             parts = [part[:, :width] for part, width in zip(self._gathered(padded), widths, strict=True)]
         return torch.cat(list(parts), dim=1)
 
+    def most(self, x: Tensor) -> Tensor:
+        """Return the largest of all ranks' x, element by element, in place."""
+        dist.all_reduce(x, dist.ReduceOp.MAX)
+        return x
+
     def first(self, x: Tensor) -> Tensor:
         """Give rank 0's x to all ranks, in place."""
         dist.broadcast(x, 0)
@@ -125,6 +135,6 @@ class Peers:
 
     def _gathered(self, x: Tensor) -> Sequence[Tensor]:
         """Return x of each rank, all of one shape, in order."""
-        every = x.new_empty(self.size, *x.shape)
-        dist.all_gather_into_tensor(every, x.contiguous())
-        return every.unbind()
+        every = list(x.new_empty(self.size, *x.shape))
+        dist.all_gather(every, x.contiguous())
+        return every

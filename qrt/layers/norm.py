@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from qrt.kernels.layernorm import layernorm
+from qrt.kernels.peers import Peers
 from qrt.kernels.rmsnorm import rmsnorm
 
 
@@ -59,14 +61,21 @@ class WholeNorm:
 
     ranks   how many ranks have as many of its heads each; the norm is then that of all: the mean of x^2 is
             the mean of the ranks' means
+    peers   those ranks, or None if this is the only one
     """
 
-    def __init__(self, norm: NormLayer, ranks: int = 1) -> None:
-        self.norm, self.ranks = norm, ranks
+    def __init__(self, norm: NormLayer, ranks: int = 1, peers: Peers | None = None) -> None:
+        self.norm, self.ranks, self.peers = norm, ranks, peers
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, heads, D] -> the same shape, a new tensor."""
-        return self.norm(x.flatten(1)).view(x.shape)
+        if self.peers is None:
+            return self.norm(x.flatten(1)).view(x.shape)
+        assert isinstance(self.norm, RMSNorm), "LayerNorm over the heads of several ranks"
+        wide, weight = x.float(), self.norm.weight.view(x.shape[1:])
+        mean = self.peers.sum(wide.square().mean((1, 2))[:, None])[..., None] / self.ranks
+        normal = wide * torch.rsqrt(mean + self.norm.eps)
+        return (normal.to(x.dtype) * weight if weight.dtype == x.dtype else normal * weight).to(x.dtype)
 
     def parameters(self) -> list[Tensor]:
         """Every tensor it holds."""

@@ -13,6 +13,7 @@ from qrt.arch import Arch
 from qrt.arch.experts import Experts
 from qrt.arch.part import WHOLE, Part, head_rows, heads, of_rank
 from qrt.errors import UnsupportedError
+from qrt.kernels.peers import Peers
 from qrt.kernels.scores import Scores
 from qrt.layers.activations import XIELU
 from qrt.layers.attention import Attention, HeadNorm, Heads
@@ -52,13 +53,20 @@ class WeightSource(Protocol):
         """Return whether there is a tensor `name`."""
 
 
-def build(arch: Arch, weights: WeightSource, part: Part | None = None, *, progress: str | None) -> Decoder:
+def build(
+    arch: Arch,
+    weights: WeightSource,
+    part: Part | None = None,
+    *,
+    peers: Peers | None = None,
+    progress: str | None,
+) -> Decoder:
     """Build the decoder layer by layer, with a progress bar on stderr called `progress`; None: without.
 
     Its steps run fused where `qrt.model.fused` can run its layers, else plainly. With a `part` it is a
-    rank's: an ordinary decoder of the rank's architecture. What its attention, and its mlp, add to a token is
-    to be summed over the ranks, and its logits are those of its `head_rows`. Raises ConfigError where so many
-    ranks cannot share the model.
+    rank's: an ordinary decoder of the rank's architecture. Its layers and logits are put together from those
+    of all ranks by `peers`; without them that is left to the caller. Raises ConfigError where so many ranks
+    cannot share the model.
     """
     part = part or WHOLE
     own, ropes = of_rank(arch, part), _Ropes(arch, weights.device)
@@ -66,10 +74,12 @@ def build(arch: Arch, weights: WeightSource, part: Part | None = None, *, progre
     indices: Iterable[int] = range(arch.num_layers)
     if progress is not None:  # `disable` would override TQDM_DISABLE
         indices = tqdm(indices, progress, unit="layer")
-    layers = [_Layer(arch, part, weights, i, ropes).layer() for i in indices]
+    layers = [_Layer(arch, part, weights, i, ropes, peers).layer() for i in indices]
     norm = norm_layer(arch, weights, arch.names.norm, arch.hidden_size)
     head = _head(arch, part, weights, embed)
-    decoder = Decoder(own, embed, layers, norm, head, [ropes.behind(i) for i in range(arch.num_layers)])
+    behind = [ropes.behind(i) for i in range(arch.num_layers)]
+    copies = max(1, part.ranks // arch.num_kv_heads)
+    decoder = Decoder(own, embed, layers, norm, head, behind, peers, copies)
     return FusedDecoder.of(decoder) or decoder
 
 
@@ -164,8 +174,11 @@ def _q_scale(arch: Arch, device: torch.device) -> Tensor | None:
 class _Layer:
     """Builds a rank's part of layer `index`; `arch` is that of the whole model."""
 
-    def __init__(self, arch: Arch, part: Part, weights: WeightSource, index: int, ropes: _Ropes) -> None:
+    def __init__(
+        self, arch: Arch, part: Part, weights: WeightSource, index: int, ropes: _Ropes, peers: Peers | None
+    ) -> None:
         self.arch, self.part, self.weights, self.index, self.ropes = arch, part, weights, index, ropes
+        self.peers = peers
         self.prefix = f"{arch.names.layers}.{index}"
 
     def layer(self) -> DecoderLayer:
@@ -185,6 +198,7 @@ class _Layer:
             norms,
             parallel=arch.parallel,
             residual_scale=arch.residual_scale,
+            peers=self.peers,
         )
 
     def _norm(self, name: str | None) -> NormLayer | None:
@@ -250,7 +264,7 @@ class _Layer:
                 places = torch.arange(arch.head_dim) if channels is None else channels
                 places = (torch.tensor(own)[:, None] * arch.head_dim + places).flatten()
                 norm = norm_layer(arch, weights, full, heads * arch.head_dim, channels=places)
-                return WholeNorm(norm, self.part.ranks)
+                return WholeNorm(norm, self.part.ranks, self.peers)
         return None
 
     def _mlp(self, linears: dict[str, Linear]) -> MLP:

@@ -14,7 +14,10 @@ import torch
 from torch import Tensor
 
 from qrt.arch import Arch
+from qrt.arch.part import Part, head_rows
+from qrt.kernels.exchange import total
 from qrt.kernels.gpu import launches_on
+from qrt.kernels.peers import Peers
 from qrt.kernels.prefill_attention.tiles import Queries
 from qrt.kernels.step import KVLayer, StepMeta
 from qrt.layers.attention import Attention
@@ -42,6 +45,7 @@ class DecoderLayer:
     mlp             in a sparse layer a mixture of experts
     parallel        both read the layer's input
     residual_scale  what both are multiplied by before they are added
+    peers           the ranks whose attention and mlp add up to the layer's, or None
     """
 
     def __init__(
@@ -52,18 +56,26 @@ class DecoderLayer:
         *,
         parallel: bool = False,
         residual_scale: float = 1.0,
+        peers: Peers | None = None,
     ) -> None:
         self.attention = attention
         self.mlp = mlp
         self.norms = norms
         self.parallel = parallel
         self.residual_scale = residual_scale
+        self.peers = peers
 
     def __call__(self, x: Tensor, step: StepMeta, kv: KVLayer, rope: RopeTables) -> Tensor:
         """x [T, H] -> [T, H]; K and V of the step's tokens go into `kv`."""
         n, m = self.norms, self.residual_scale
-        y = x + m * normed(n.attention_out, self.attention(normed(n.attention_in, x), step, kv, rope))
-        return y + m * normed(n.mlp_out, self.mlp(normed(n.mlp_in, x if self.parallel else y)))
+        attended = self._whole(self.attention(normed(n.attention_in, x), step, kv, rope))
+        y = x + m * normed(n.attention_out, attended)
+        out = self._whole(self.mlp(normed(n.mlp_in, x if self.parallel else y)))
+        return y + m * normed(n.mlp_out, out)
+
+    def _whole(self, share: Tensor) -> Tensor:
+        """Return the sum of what the ranks compute."""
+        return share if self.peers is None else total(share, self.peers)
 
     def linears(self) -> tuple[Linear | ExpertLinear, ...]:
         """Every product with a weight scheme."""
@@ -84,6 +96,9 @@ class Decoder:
     arch      sizes and facts; `arch.max_position` is the longest context it answers rightly
     norm      the final one, which the head reads
     ropes     the rotary embedding of each layer
+    peers     the ranks of which this is one: `arch` has its heads, and `head` its rows of the vocabulary; or
+              None
+    copies    how many ranks have the same KV heads as this one
     """
 
     arch: Arch
@@ -92,6 +107,8 @@ class Decoder:
     norm: NormLayer
     head: Linear
     ropes: list[RopeTables]
+    peers: Peers | None = None
+    copies: int = 1
 
     def hidden(self, step: StepMeta, kv: KVStorage) -> Tensor:
         """Run one step; the hidden states [T, H] after the final norm. K and V go into `kv`."""
@@ -107,12 +124,29 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [L, H] -> [L, V] in their dtype; pass only the rows that are needed."""
+        own = self.own_logits(hidden)
+        if self.peers is None:
+            return own
+        with launches_on(self.device):
+            return self.peers.gather(own, [len(rows) for rows in self._head_rows(self.peers)])
+
+    def own_logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits of the tokens whose rows of the head this rank has, from `first_token` on."""
         with launches_on(self.device):
             logits = self.head(hidden)
             if self.arch.logit_scale != 1.0:
                 logits *= self.arch.logit_scale
             cap = self.arch.logit_cap
             return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    @property
+    def first_token(self) -> int:
+        """The first token of `own_logits`, a multiple of 64."""
+        return 0 if self.peers is None else self._head_rows(self.peers)[self.peers.rank].start
+
+    def _head_rows(self, peers: Peers) -> list[range]:
+        """Return the rows of the vocabulary that the head of each rank has."""
+        return [head_rows(self.arch.vocab_size, Part(rank, peers.size)) for rank in range(peers.size)]
 
     @property
     def dtype(self) -> torch.dtype:

@@ -17,7 +17,7 @@ The residual x [T, H] is one tensor that every addition changes in place.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -69,7 +69,7 @@ class FusedDecoder(Decoder):
                 "layers run one operator at a time, which is slower; no fused kernel knows this: %s", unknown
             )
             return None
-        return cls(decoder.arch, decoder.embed, decoder.layers, decoder.norm, decoder.head, decoder.ropes)
+        return cls(**{own.name: getattr(decoder, own.name) for own in fields(Decoder)})
 
     def hidden(self, step: StepMeta, kv: KVStorage) -> Tensor:
         """Run one step, as `Decoder.hidden`."""
@@ -100,8 +100,8 @@ class FusedLayer:
     def __init__(self, layer: DecoderLayer, norm: NormLayer | None, next_qkv: Linear | None) -> None:
         norms, scale = layer.norms, layer.residual_scale
         self.layer = layer
-        self.to_mlp = AddNorm.of(norms.attention_out, scale, norms.mlp_in)
-        self.to_next = AddNorm.of(norms.mlp_out, scale, norm)
+        self.to_mlp = AddNorm.of(norms.attention_out, scale, norms.mlp_in, layer.peers)
+        self.to_next = AddNorm.of(norms.mlp_out, scale, norm, layer.peers)
         self.next_qkv = next_qkv
         self.links = Links.of(layer, self.to_mlp, self.to_next, next_qkv)
 

@@ -21,6 +21,7 @@ from qrt.layers.mlp import MLP
 from qrt.layers.norm import LayerNorm, NormLayer, RMSNorm
 from qrt.model.decoder import DecoderLayer
 from qrt.model.merged import AddNorm
+from qrt.quant.digits import MOST_TOKENS
 
 
 class Links(NamedTuple):
@@ -37,8 +38,12 @@ class Links(NamedTuple):
 
     @classmethod
     def of(cls, layer: DecoderLayer, to_mlp: AddNorm, to_next: AddNorm, next_qkv: Linear | None) -> Links:
-        """Return what the operators take of a layer; nothing of one whose mlp stands beside attention."""
-        if layer.parallel:
+        """Return what the operators take of a layer.
+
+        They take nothing of one whose mlp stands beside attention, or whose ranks do not exchange so many
+        tokens through memory.
+        """
+        if layer.parallel or (layer.peers is not None and layer.peers.most_rows < MOST_TOKENS):
             return cls()
         if isinstance(layer.mlp, Mixture):
             return cls(start=_start(layer.attention.o, to_mlp), end=_end(to_next, next_qkv))
@@ -55,7 +60,8 @@ class Links(NamedTuple):
 
     def read_digits(self, tokens: int) -> bool:
         """Return whether what the heads attended may come as `Digits`."""
-        return self.start is not None or (self.whole is not None and tokens > 1)
+        several = self.whole is not None and (tokens > 1 or self.whole.peers is not None)
+        return self.start is not None or several
 
 
 def _start(o: Linear, add: AddNorm) -> FromAttention | None:
@@ -63,7 +69,8 @@ def _start(o: Linear, add: AddNorm) -> FromAttention | None:
     eps = _eps((add.behind, add.norm))
     if eps is None or not isinstance(add.norm, RMSNorm) or o.bias is not None:
         return None
-    return FromAttention(o.tensors, add.norm.weight, eps, o.scheme, _weight(add.behind), add.scale)
+    own = o.tensors, add.norm.weight, eps, o.scheme, _weight(add.behind), add.scale
+    return FromAttention(*own, _words(add))
 
 
 def _end(add: AddNorm, qkv: Linear | None) -> ToAttention | None:
@@ -72,7 +79,7 @@ def _end(add: AddNorm, qkv: Linear | None) -> ToAttention | None:
     if eps is None or qkv is None:
         return None
     norm, behind = _weight(add.norm), _weight(add.behind)
-    return ToAttention(qkv.tensors, qkv.bias, norm, eps, qkv.scheme, behind, add.scale)
+    return ToAttention(qkv.tensors, qkv.bias, norm, eps, qkv.scheme, behind, add.scale, _words(add))
 
 
 def _whole(
@@ -104,6 +111,7 @@ def _whole(
         attention_out=_weight(to_mlp.behind),
         mlp_out=_weight(to_next.behind),
         scale=layer.residual_scale,
+        peers=_words(to_mlp),
     )
 
 
@@ -116,3 +124,8 @@ def _eps(norms: Iterable[NormLayer | None]) -> float | None:
 
 def _weight(norm: NormLayer | None) -> Tensor | None:
     return None if norm is None else norm.weight
+
+
+def _words(add: AddNorm) -> Tensor | None:
+    """Return the words of the memory through which ranks exchange, if there are several."""
+    return None if add.peers is None or add.peers.memory is None else add.peers.memory.words

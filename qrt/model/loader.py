@@ -15,6 +15,7 @@ from qrt.arch.part import Part
 from qrt.arch.read import read_arch
 from qrt.checks import first_few
 from qrt.errors import CheckpointError, UnsupportedError
+from qrt.kernels.peers import Peers
 from qrt.layers.experts import ExpertLinear
 from qrt.layers.linear import Linear
 from qrt.model.build import XIELU_PARTS, build
@@ -39,13 +40,15 @@ def dummy_model(
     dtype: torch.dtype,
     headless: bool = False,
     part: Part | None = None,
+    peers: Peers | None = None,
 ) -> Decoder:
     """Make random weights of the sizes, schemes and grids in `checkpoint`'s config.json; read no tensor.
 
-    `headless` and `part` are as in `load_model`.
+    `headless`, `part` and `peers` are as in `load_model`.
     """
     arch = _architecture(checkpoint, headless)
-    return build(arch, RandomWeights(checkpoint.grid, device, dtype), part, progress="Making weights")
+    weights = RandomWeights(checkpoint.grid, device, dtype)
+    return build(arch, weights, part, peers=peers, progress="Making weights")
 
 
 def load_model(
@@ -55,11 +58,12 @@ def load_model(
     dtype: torch.dtype,
     headless: bool = False,
     part: Part | None = None,
+    peers: Peers | None = None,
 ) -> Decoder:
     """Load a checkpoint folder (or "tiny") on `device`; what is not quantized is cast to `dtype`.
 
     `headless` leaves out the head of the vocabulary, for a model that pools. With a `part` the decoder is a
-    rank's (`build`), which reads its part of the Linears alone.
+    rank's (`build`), which reads its part of the Linears alone; `peers` are the ranks of which it is one.
 
     Raises UnsupportedError for an architecture or scheme qrt does not run and for a quantized embedding or
     norm, CheckpointError for tensors that are missing, left over or of another shape than config.json says,
@@ -69,7 +73,7 @@ def load_model(
     arch = _untie(place_names(_architecture(checkpoint, headless), checkpoint), checkpoint)
     check_names(arch, checkpoint)
     weights = CheckpointWeights(checkpoint, device, dtype)
-    decoder = build(arch, weights, part, progress="Loading weights")
+    decoder = build(arch, weights, part, peers=peers, progress="Loading weights")
     left = [module for module in weights.unquantized if module != arch.names.head]
     if left and len(decoder.schemes) > 1:
         logger.warning("left unquantized by the checkpoint: %s", first_few(left))

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from qrt.kernels.layernorm import add_layernorm, add_layernorm_int8
 from qrt.kernels.linear import linear_int8, linear_int8_shares, linear_shares
+from qrt.kernels.peers import Peers
 from qrt.kernels.rmsnorm import add_normed, add_rmsnorm, add_rmsnorm_int8
 from qrt.layers.experts import Mixture
 from qrt.layers.linear import Linear
@@ -27,42 +28,47 @@ class AddNorm(NamedTuple):
     behind  the norm behind the block, or None
     scale   what the output is multiplied by
     norm    the norm in front of the next block; without one that block reads the residual
+    peers   the ranks whose y add up to the block's output, or None
     y may be split sums. The residual [T, H] is changed in place.
     """
 
     behind: RMSNorm | None
     scale: float
     norm: NormLayer | None
+    peers: Peers | None = None
 
     @classmethod
-    def of(cls, behind: NormLayer | None, scale: float, norm: NormLayer | None) -> AddNorm:
+    def of(
+        cls, behind: NormLayer | None, scale: float, norm: NormLayer | None, peers: Peers | None = None
+    ) -> AddNorm:
         """Return it of norms that `unfused_part` has found to be known."""
         assert behind is None or isinstance(behind, RMSNorm)
-        return cls(behind, scale, norm)
+        return cls(behind, scale, norm, peers)
 
     def __call__(self, residual: Tensor, y: Tensor) -> Tensor:
         """Return x [T, H]."""
-        norm = self.norm
+        norm, (y, words) = self.norm, self._given(y)
         if isinstance(norm, LayerNorm):
-            return add_layernorm(residual, y, norm.weight, norm.bias, norm.eps, *self._added())
+            return add_layernorm(residual, y, norm.weight, norm.bias, norm.eps, *self._added(), words)
         if norm is not None:
-            return add_rmsnorm(residual, y, norm.weight, norm.eps, *self._added())
-        self.add(residual, y)
+            return add_rmsnorm(residual, y, norm.weight, norm.eps, *self._added(), words)
+        add_normed(residual, y, *self._added(), words)
         return residual
 
     def add(self, residual: Tensor, y: Tensor) -> None:
         """Add alone."""
-        add_normed(residual, y, *self._added())
+        y, words = self._given(y)
+        add_normed(residual, y, *self._added(), words)
 
     def int8(self, residual: Tensor, y: Tensor) -> QuantizedTokens:
         """Return x as codes."""
-        norm = self.norm
+        norm, (y, words) = self.norm, self._given(y)
         if isinstance(norm, LayerNorm):
             own = norm.weight, norm.bias, norm.eps
-            codes, scale = add_layernorm_int8(residual, y, *own, *self._added())
+            codes, scale = add_layernorm_int8(residual, y, *own, *self._added(), words)
         else:
             weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-            codes, scale = add_rmsnorm_int8(residual, y, weight, eps, *self._added())
+            codes, scale = add_rmsnorm_int8(residual, y, weight, eps, *self._added(), words)
         return QuantizedTokens(codes, scale, residual.dtype)
 
     def linear(self, linear: Linear, residual: Tensor, y: Tensor) -> Tensor:
@@ -70,6 +76,10 @@ class AddNorm(NamedTuple):
         if takes_int8(linear):
             return int8_product(linear, self.int8(residual, y))
         return linear(self(residual, y))
+
+    def _given(self, y: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return y, and the words of the ranks over which the operators sum it."""
+        return (y, None) if self.peers is None else self.peers.through(y)
 
     def _added(self) -> tuple[Tensor | None, float, float]:
         if self.behind is None:

@@ -40,6 +40,7 @@ def fit_smoothing(model: Decoder, formats: Sequence[KVFormat]) -> list[Tensor]:
     for i, (layer, rope) in enumerate(zip(model.layers, model.ropes, strict=True)):
         attention, read = layer.attention, normed(layer.norms.attention_in, x)
         q, k, _ = attention.heads(attention.qkv(read), step)
+        q = _sharing(model, q)
         first = turn(k[:1].float(), rope, step.positions[:1])[0]
         table = settle(fit(q, k, *rope, short_context=arch.short_context), first, formats[i])
         if not attention.scores.relative:  # a cap or a sink sees that all scores of a query move
@@ -52,6 +53,15 @@ def fit_smoothing(model: Decoder, formats: Sequence[KVFormat]) -> list[Tensor]:
             )
         x = layer(x, step, kv, rope)
     return tables
+
+
+def _sharing(model: Decoder, q: Tensor) -> Tensor:
+    """Return the q [T, Hq, D] of all ranks that hold the same KV heads as this one."""
+    peers, copies = model.peers, model.copies
+    if peers is None or copies == 1:
+        return q
+    every = peers.gather(q.flatten(1), [q[0].numel()] * peers.size).unflatten(1, (-1, q.shape[2]))
+    return every.unflatten(1, (peers.size // copies, -1))[:, peers.rank // copies]
 
 
 def _prefill(model: Decoder, count: int) -> StepMeta:

@@ -283,4 +283,11 @@ def _add_model_or_shape(command: ArgumentParser) -> None:
         choices=(8, 16),
         help="bits of the head with --shape; 8 is int8 (default: 16)",
     )
+    command.add_argument(
+        *("--tensor-parallel-size", "-tp"),
+        type=flags.positive,
+        default=1,
+        metavar="N",
+        help="GPUs that share the model",
+    )
     flags.add_kv(command)

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import gc
 import statistics
+import tempfile
 import time
 from argparse import Namespace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,7 +28,7 @@ from qrt.layers.experts import ExpertLinear
 from qrt.location import model_name
 from qrt.model.decoder import Decoder
 from qrt.sampling_params import SamplingParams
-from qrt_eval.inputs.shapes import shape
+from qrt_eval.inputs.shapes import shape, write_folder
 from qrt_eval.results.console import show
 from qrt_eval.results.record import engine_facts, save
 from qrt_eval.speed.feed import step
@@ -66,19 +68,26 @@ def build_engine(arguments: Namespace, **limits: Any) -> Engine:
     ):
         if given and not arguments.shape:
             raise ConfigError(f"{flag}: expected --shape beside it, got a checkpoint; leave the flag out")
-    config = EngineConfig(
-        model=arguments.model or arguments.shape,
-        kv=arguments.kv,
-        enable_prefix_caching=False,
-        **limits,
-    )
-    decoder = None
-    if arguments.shape:
+    ranks = arguments.tensor_parallel_size
+    own = {"kv": arguments.kv, "enable_prefix_caching": False, "tensor_parallel_size": ranks, **limits}
+    if not arguments.shape:
+        engine = Engine(EngineConfig(arguments.model, **own))
+    else:
         arguments.weights, head_bits = arguments.weights or DEFAULT_WEIGHTS, arguments.head_bits or 16
-        decoder = random_decoder(arguments.shape, arguments.weights, head_bits)
-    engine = Engine(config, decoder)
+        model = arguments.shape, arguments.weights, head_bits
+        if ranks == 1:
+            engine = Engine(EngineConfig(arguments.shape, **own), random_decoder(*model))
+        else:  # each rank makes its part
+            engine = _of_folder(*model, own)
     gc.collect()  # the server does so too; later it would take 0.1 s of a step
     return engine
+
+
+def _of_folder(name: str, scheme: str, head_bits: int, settings: dict[str, Any]) -> Engine:
+    """Build an engine over random weights of the shape `name`, from a folder that has only its config."""
+    with tempfile.TemporaryDirectory(prefix="qrt-") as folder:
+        write_folder(name, scheme, Path(folder), head_bits)
+        return Engine(EngineConfig(folder, load_format="dummy", dtype="bfloat16", **settings))
 
 
 def random_decoder(name: str, scheme: str, head_bits: int = 16) -> Decoder:

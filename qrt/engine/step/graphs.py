@@ -30,7 +30,9 @@ from qrt.engine.schedule.plan import Plan
 from qrt.engine.step.masks import MaskBuffer
 from qrt.engine.step.padded import PaddedInputs
 from qrt.engine.step.table import RequestTable
+from qrt.kernels.exchange import largest
 from qrt.kernels.sample import sample as sample_logits
+from qrt.kernels.sample import sample_words, token_of
 from qrt.mem.sizing import GIB
 from qrt.mem.storage import KVStorage
 from qrt.model.decoder import Decoder
@@ -141,12 +143,14 @@ class TokenSteps:
         started, device = time.perf_counter(), self._table.device
         before = torch.cuda.memory_reserved(device)
         pool, stream = torch.cuda.graph_pool_handle(), _recording(device)
+        # NCCL's own threads may call CUDA while a graph of several ranks is recorded
+        mode = "global" if self._model.peers is None else "thread_local"
         steps = self._steps()
         self._compile(steps)
         for body, size in tqdm(steps, desc="Recording CUDA graphs", unit="graph"):
             self._pad(body, size)
             graph = torch.cuda.CUDAGraph()
-            with _garbage_left(), torch.cuda.graph(graph, pool=pool, stream=stream):
+            with _garbage_left(), torch.cuda.graph(graph, pool, stream, mode):
                 result = body(size)
             self._recorded[body.__name__, size] = graph, result
         took, memory = time.perf_counter() - started, torch.cuda.memory_reserved(device) - before
@@ -303,11 +307,16 @@ class TokenSteps:
     def _next_tokens(
         self, hidden: Tensor, size: int, masks: Tensor | None = None, mask_at: Tensor | None = None
     ) -> Tensor:
-        table, (_, rows, drawn) = self._table, self._inputs.samples(size)
-        rows, logits = rows.long(), self._model.logits(hidden)
-        tokens = sample_logits(
-            logits, rows, table.temperature, table.seed, table.length, None, masks, mask_at
-        )
+        table, model, (_, rows, drawn) = self._table, self._model, self._inputs.samples(size)
+        rows = rows.long()
+        rules = rows, table.temperature, table.seed, table.length
+        if model.peers is None:
+            tokens = sample_logits(model.logits(hidden), *rules, None, masks, mask_at)
+        elif masks is None:
+            words = sample_words(model.own_logits(hidden), *rules, model.first_token)
+            tokens = token_of(largest(words, model.peers))
+        else:  # only rank 0 has masks
+            tokens = model.peers.first(sample_logits(model.logits(hidden), *rules, None, masks, mask_at))
         table.advance(rows, tokens, drawn)
         return tokens
 

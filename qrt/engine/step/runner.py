@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -12,6 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from qrt.engine.ranks.group import RankGroup
+from qrt.engine.ranks.orders import Draw, Forward, Launch
 from qrt.engine.schedule.plan import Plan, StepResult
 from qrt.engine.schedule.scores import Scores, Vectors, concat
 from qrt.engine.step.adjustments import Adjustments
@@ -71,6 +74,7 @@ class Runner:
     token_steps   runs the plans that fit padded steps; None: no plan is padded
     pooler        makes the vectors of a model that pools
     timeline      if set, records every step (on a GPU)
+    group         the ranks that run every step of this one too; None: there are none, or this is not rank 0
     """
 
     def __init__(
@@ -92,6 +96,13 @@ class Runner:
         self.token_steps = token_steps
         self.pooler = pooler
         self.timeline: Timeline | None = None
+        self.group: RankGroup | None = None
+
+    def _together(
+        self, kind: type[Launch | Forward | Draw], plan: Plan | None = None
+    ) -> AbstractContextManager[None]:
+        """Have the other ranks run what this context runs."""
+        return nullcontext() if self.group is None else self.group.order(kind, plan)
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> Launched:
@@ -99,7 +110,7 @@ class Runner:
 
         The next step may be launched before the result of this one is read.
         """
-        with launches_on(self.table.device):
+        with self._together(Launch, plan), launches_on(self.table.device):
             started = time.perf_counter()
             self._admit(plan)
             steps = self.token_steps
@@ -114,7 +125,7 @@ class Runner:
     @torch.inference_mode()
     def forward(self, plan: Plan) -> Forwarded:
         """Launch a step up to its hidden states; `draw` then samples, before any other step."""
-        with launches_on(self.table.device):
+        with self._together(Forward, plan), launches_on(self.table.device):
             started = time.perf_counter()
             self._admit(plan)
             return replace(self._forward(plan), host_s=time.perf_counter() - started)
@@ -125,7 +136,7 @@ class Runner:
 
         The masks are the first of `mask_rows()`. The tokens of the indices `skipped` are discarded.
         """
-        with launches_on(self.table.device):
+        with self._together(Draw), launches_on(self.table.device):
             started = time.perf_counter()
             self.masks.send(masked, len(forwarded.plan.sampled))
             launched = self._draw(forwarded, self.masks, skipped)
@@ -225,6 +236,8 @@ class Runner:
             return None, {}
         logits = self.model.logits(hidden[samples.tokens])
         tokens = sample(logits, self.table, self.adjustments, samples.meta, masks)
+        if self.model.peers is not None:  # rank 0 has the masks, and sorts and adds in an order of its own
+            tokens = self.model.peers.first(tokens)
         self.table.advance(samples.meta.rows, tokens)
         logprobs: dict[int, Scores] = {}
         if samples.logprobs is not None:

@@ -49,6 +49,12 @@ exchange_largest = define(
 )
 
 
+def total(x: Tensor, peers: Peers) -> Tensor:
+    """Return the sum of all ranks' x [T, K], in its dtype: through memory if x fits it, else by the group."""
+    x, words = peers.through(x)
+    return x if words is None else exchange_sum(x, words, x.dtype)
+
+
 def largest(x: Tensor, peers: Peers) -> Tensor:
     """Return the largest x int64 [T] of all ranks: through memory if x fits it, else by the group."""
     memory = peers.memory

@@ -11,7 +11,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from qrt.cli import run_main
+from qrt.cli import run_main, set_up_logging
 from qrt.config import ENV, EngineConfig
 from qrt.engine.preflight import preflight
 from qrt.errors import ConfigError, UnsupportedError
@@ -36,7 +36,6 @@ def serve(arguments: Namespace) -> int:
         import fastapi  # noqa: F401 -- if it is missing, say so here and not in every API process
         import httptools  # noqa: F401
 
-        from qrt.serve.processes.process import set_up_logging
         from qrt.serve.processes.supervisor import supervise
     except ImportError as error:
         raise UnsupportedError(f"{error.name} is not installed; pip install 'qrt[serve]'") from error

@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from qrt.cli import add_hub_flags
-from qrt.config import ADMISSIONS, GENERATION_CONFIGS, LOAD_FORMATS, POLICIES, EngineConfig
+from qrt.config import ADMISSIONS, EXCHANGES, GENERATION_CONFIGS, LOAD_FORMATS, POLICIES, EngineConfig
 from qrt.quant.kv import KV_FORMATS
 from qrt.serve.command.pooling_flags import add_pooling
 from qrt.serve.settings import ServerConfig
@@ -182,6 +182,19 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
         "float32, or bfloat16 for quantized checkpoints",
     )
     group.add_argument("--device", help="cuda, cuda:N or cpu (default: cuda if there is a GPU)")
+    group.add_argument(
+        *("--tensor-parallel-size", "-tp", "--tp", "--tp-size"),
+        type=int,
+        default=ENGINE.tensor_parallel_size,
+        metavar="N",
+        help="number of GPUs that share the model, counted from --device on",
+    )
+    group.add_argument(
+        "--exchange",
+        default=ENGINE.exchange,
+        choices=EXCHANGES,
+        help="how those GPUs add up what they compute: through each other's memory, by NCCL, or the faster",
+    )
     group.add_argument(
         "--max-model-len",
         "--max-req-total-len",

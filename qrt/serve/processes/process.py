@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import logging
 import os
 import resource
 import signal
@@ -12,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from qrt.cli import CONTROL_CHARACTERS
+from qrt.cli import set_up_logging
 from qrt.config import EngineConfig
 from qrt.serve.link.metric_names import MetricNames
 from qrt.serve.settings import ServerConfig
@@ -105,22 +104,3 @@ def leave_sigterm_to_supervisor() -> None:
 
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(END_ENGINE, end)
-
-
-class LineFormatter(logging.Formatter):
-    """Writes each record in one line: control characters that a client sent make no new lines."""
-
-    def formatMessage(self, record: logging.LogRecord) -> str:
-        """Escape the message; a traceback stays as it is."""
-        record.message = record.message.translate(CONTROL_CHARACTERS)
-        return super().formatMessage(record)
-
-
-def set_up_logging(level: str, tag: str) -> None:
-    """Log to stderr: level, time, process and module."""
-    handler = logging.StreamHandler()
-    line = f"%(levelname)s %(asctime)s ({tag}) [%(name)s] %(message)s"
-    handler.setFormatter(LineFormatter(line, "%m-%d %H:%M:%S"))
-    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
-    for noisy in ("httpx", "asyncio"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)

@@ -130,7 +130,7 @@ def test_the_file_and_the_command_line(tmp_path):
         ("port: true", "expected a value that is not true or false"),
         ("log_level: loud", "invalid choice: 'loud'"),
         ("a: [", "expected"),
-        ("tensor_parallel_size: 2", "tensor_parallel_size: qrt runs on one GPU"),
+        ("pipeline_parallel_size: 2", "pipeline_parallel_size: qrt runs on the GPUs of one host"),
         ("Ünï: 1", "expected UTF-8, got"),
         ("!!python/object/apply:os.system ['true']", "could not determine a constructor"),
     ],

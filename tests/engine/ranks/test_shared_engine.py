@@ -1,0 +1,91 @@
+"""Ranks that share a model give the tokens of one process, whatever the scheduler does."""
+
+import random
+
+import pytest
+import torch
+
+from qrt.config import EngineConfig
+from qrt.engine.schedule import admission
+from qrt.quant.spec import Granularity, QuantSpec
+from qrt.sampling_params import SamplingParams
+from thread_ranks import shared_engine
+from tiny_models import quantize_checkpoint, random_checkpoint
+
+GROUPS = QuantSpec(4, False, Granularity.GROUP, 32)
+STEPS = 400
+POOL_BYTES = {"fp16": 300_000, "int8": 100_000, "int4": 60_000}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Checkpoints by scheme: two KV heads, and an mlp of five units."""
+    root = tmp_path_factory.mktemp("ranks")
+    plain = random_checkpoint(
+        root / "fp16", "Qwen3ForCausalLM", vocab_size=200, hidden_size=128, intermediate_size=160,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=32, num_hidden_layers=2,
+    )  # fmt: skip
+    quantize_checkpoint(plain, root / "w4a16", "w4a16", GROUPS)
+    return root
+
+
+def config_of(folder, ranks, kv):
+    """Settings whose pool has as many tokens for any number of ranks."""
+    return EngineConfig(
+        str(folder), device="cpu", dtype="float32", max_model_len=160, max_num_seqs=6,
+        max_num_batched_tokens=48, overlap=True, kv=kv,
+        kv_cache_memory_bytes=POOL_BYTES[kv] // min(ranks, 2),
+    )  # fmt: skip
+
+
+def params_of(rng):
+    return SamplingParams(
+        temperature=rng.choice([0, 0.8]),
+        seed=rng.randrange(100),
+        top_k=rng.choice([0, 0, 20]),
+        frequency_penalty=rng.choice([0, 0, 0.5]),
+        logprobs=rng.choice([None, None, 2]),
+        max_tokens=rng.randrange(1, 50),
+        ignore_eos=True,
+    )
+
+
+def driven(config, ranks, seed):
+    """Tokens and log-probabilities of every request under one random load."""
+    rng, found = random.Random(seed), {}
+    shared = [rng.randrange(200) for _ in range(60)]
+    with shared_engine(config, ranks) as (engine, group):
+        for step in range(STEPS):
+            if step < 30 and rng.random() < 0.5:
+                name = str(len(found))
+                prompt = shared[: rng.choice([0, 20, 60])] + [
+                    rng.randrange(200) for _ in range(rng.randrange(1, 90))
+                ]
+                engine.add(name, prompt, params_of(rng))
+                found[name] = []
+            if found and rng.random() < 0.03:
+                name = rng.choice(list(found))
+                engine.abort(name)
+            for delta in engine.step():
+                assert not delta.error, delta.error
+                found[delta.request_id] += delta.token_ids
+            if not engine.has_work and step > 30:
+                break
+        else:
+            pytest.fail("the load has not ended")
+    if group is not None:
+        for runner in group.others:  # they have ended
+            for name in ("last_token", "length", "slot_tables"):
+                own, whole = getattr(runner.table, name), getattr(engine.runner.table, name)
+                assert torch.equal(own, whole), name
+    return found
+
+
+@pytest.mark.parametrize(
+    ("scheme", "kv", "ranks"),
+    [("fp16", "int4", 2), ("w4a16", "int8", 2), ("w4a16", "int4", 4)],
+)
+def test_ranks_give_the_tokens_of_one(folders, monkeypatch, scheme, kv, ranks):
+    monkeypatch.setattr(admission, "EXPECTED_TOKENS", 4)  # so that some are paused
+    found = [driven(config_of(folders / scheme, ranks=n, kv=kv), n, seed=1) for n in (1, ranks)]
+    assert found[0] == found[1]
