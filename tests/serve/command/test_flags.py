@@ -149,8 +149,8 @@ def test_wrong_config_files_are_one_line(text, message, tmp_path, capsys):
     [
         ("--max-modellen 3", "unknown flag --max-modellen; did you mean '--max-model-len'?"),
         ("--trust_remote_code", "--trust-remote-code: qrt never runs a model's own code"),
-        ("--tensor-parallel-size 2", "one GPU"),
-        ("-tp 2", "one GPU"),
+        ("--pipeline-parallel-size 2", "GPUs of one host"),
+        ("--tp two", "invalid int value"),
         ("--tokenizer-mode", "fast tokenizers only"),
         ("--max-model-len 4x", "expected a number such as 4096, 32k or 32K"),
         ('--allowed-origins ["*"', """--allowed-origins: expected a JSON list such as ["*"], got '["*"'"""),
