@@ -20,14 +20,16 @@ from qrt.engine.engine import Engine
 from qrt.engine.ranks import group
 from qrt.sampling_params import SamplingParams
 
-engine = Engine(EngineConfig(sys.argv[1], device="cpu", tensor_parallel_size=2, kv_cache_memory_bytes=1 << 20))
+own = {"device": "cpu", "tensor_parallel_size": 2, "kv_cache_memory_bytes": 1 << 20}
+engine = Engine(EngineConfig(sys.argv[1], **own))
 engine.add("a", [1, 2, 3], SamplingParams(temperature=0, max_tokens=5, ignore_eos=True))
 tokens = []
 while engine.has_work:
     for delta in engine.step():
         tokens += delta.token_ids
 group.SILENT_SECONDS = 3.0
-print(json.dumps({"tokens": tokens, "ranks": [child.pid for _, child, _ in engine._group._ranks]}), flush=True)
+ranks = [child.pid for _, child, _ in engine._group._ranks]
+print(json.dumps({"tokens": tokens, "ranks": ranks}), flush=True)
 sys.stdin.read()
 engine.close()
 """
