@@ -101,7 +101,11 @@ class RandomWeights:
         _, spec = self.grid(stack.modules[0])
         if spec is None:
             return WeightData(self._normal((out, in_features), in_features**-0.5), bias=bias)
-        return self._codes(out, in_features, spec, bias)
+        group = spec.group_of(stack.in_features)
+        if group == stack.in_features:
+            return self._codes(out, in_features, spec, 1, bias)
+        group = math.gcd(group, *(stack.inputs or ()))  # one that a cut parts becomes smaller
+        return self._codes(out, in_features, spec, in_features // group, bias)
 
     def head(self, stack: Stack, *, unit: bool) -> Linear:
         """Return a head as any Linear; its rows have nearly one length."""
@@ -126,13 +130,15 @@ class RandomWeights:
         x = torch.empty(shape, device=self.device, dtype=self.dtype)
         return x.normal_(0, deviation, generator=self.random)
 
-    def _codes(self, out: int, in_features: int, spec: QuantSpec, bias: Tensor | None) -> WeightData:
-        """Return uniform codes, integers but the lowest, so that weights are zero on average.
+    def _codes(
+        self, out: int, in_features: int, spec: QuantSpec, of_row: int, bias: Tensor | None
+    ) -> WeightData:
+        """Return uniform codes in `of_row` groups a row, integers but the lowest: zero on average.
 
         Else every product adds to one direction, in which all tokens agree after some layers: then they
         choose the same experts. The codes' variance is ((levels - 1)^2 - 1) / 12; scales make it about 1/K.
         """
-        groups = (out, in_features // spec.group_of(in_features))
+        groups = (out, of_row)
         floats = spec.codes is Codes.E2M1
         codes = self._integers(0 if floats else 1, spec.levels, (out, in_features))
         zero = None if spec.symmetric else self._integers(spec.midpoint - 1, spec.midpoint + 2, groups)

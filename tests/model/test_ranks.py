@@ -47,10 +47,10 @@ def distance(folder, ranks):
     return relative(got, want)
 
 
-def rounded(source, scheme, folder):
+def rounded(source, scheme, folder, group=GROUP):
     """Round a checkpoint in `scheme`, in groups if it has them; return the folder."""
     spec = WEIGHT_SCHEMES[scheme].spec
-    spec = replace(spec, group_size=GROUP) if spec.group_size else spec
+    spec = replace(spec, group_size=group) if spec.group_size else spec
     quantize_checkpoint(source[0], folder, scheme, spec, source[1])
     return folder
 
@@ -144,8 +144,9 @@ def test_ranks_read_only_their_slices(llama, kind, tmp_path, monkeypatch):
             assert sum(read[name] for read in each) == times * checkpoint.spec(name).num_bytes, name
 
 
-def test_dummy_ranks_are_as_large_as_loaded_ones(llama, tmp_path):
-    folder = rounded(llama, "w4a16", tmp_path / "q")
+@pytest.mark.parametrize("scheme, group", [("w4a16", 64), ("w4a16", 128), ("w8a8", None)])
+def test_dummy_ranks_are_as_large_as_loaded_ones(llama, scheme, group, tmp_path):
+    folder = rounded(llama, scheme, tmp_path / "q", group)
     how = {"device": torch.device("cpu"), "dtype": torch.float32}
     models = [dummy_model(open_checkpoint(folder), part=Part(rank, 4), **how) for rank in range(4)]
     for made, read in zip(models, loaded(folder, 4), strict=True):
