@@ -158,7 +158,8 @@ async def chat_collectors(
     service.reasoning.check(params)
     reasoning = service.reasoning.read(text, body.continue_final_message)
     format = AnswerFormat(calls.format(service.tool_format), calls.names, reasoning, body.separates_reasoning)
-    if format.tools:
+    channels = format.tools is None and calls.strict and reasoning is not None and reasoning.opens
+    if format.tools or channels:
         params = calls.shaped(params, format.tools, service.tokenizer.special_names)
     if format.has_hidden_marks(service.tokenizer):
         params = replace(params, skip_special_tokens=False)
@@ -166,7 +167,7 @@ async def chat_collectors(
     _check_length(service, len(ids), None if capped else max_tokens, name)
     collector = service.collector(text, ids, params, **body.engine_options())
     collector.answer = format
-    collector.thinking = reasoning.thinking(params, bool(calls.names)) if reasoning else None
+    collector.thinking = reasoning.thinking(params, bool(calls.names), channels) if reasoning else None
     return [collector]
 
 

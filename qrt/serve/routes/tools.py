@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 from qrt.errors import ConfigError
 from qrt.request.structured_outputs import StructuredOutputsParams
 from qrt.sampling_params import SamplingParams
-from qrt.text.tool_calls import LISTED, Callee, Calls, ToolFormat, calls_grammar
+from qrt.text.tool_calls import LISTED, Callee, Calls, ToolFormat, calls_grammar, channel_grammar
 
 
 class Function(BaseModel):
@@ -87,20 +87,25 @@ class ToolChoice:
             return None
         return own or (LISTED if self.forced else None)
 
+    @property
+    def strict(self) -> bool:
+        """Whether the schemas of some tools hold where the answer may call them."""
+        functions = [tool.function for tool in self.tools]
+        return any(function.strict for function in functions if function.name in self.names)
+
     def shaped(
-        self, params: SamplingParams, format: ToolFormat, special: Mapping[str, int]
+        self, params: SamplingParams, format: ToolFormat | None, special: Mapping[str, int]
     ) -> SamplingParams:
         """Return `params` with the shape that calls need.
 
+        format     the notation of the calls; None: they are messages in channels
         special    the id of each special token
 
         Calls are shaped where they are forced, where a tool is strict, and beside the shape of an answer.
         ConfigError for a tool whose calls have no grammar.
         """
-        chosen = [(place, tool.function) for place, tool in enumerate(self.tools)]
-        chosen = [(place, function) for place, function in chosen if function.name in self.names]
         answer: Any = params.structured_outputs
-        if not (self.forced or answer or any(function.strict for _, function in chosen)):
+        if not (self.forced or answer or self.strict):
             return params
         callees = [
             Callee.of(
@@ -109,11 +114,12 @@ class ToolChoice:
                 function.parameters,
                 exact=self.forced or bool(function.strict),
             )
-            for place, function in chosen
+            for place, function in enumerate(tool.function for tool in self.tools)
+            if function.name in self.names
         ]
         calls = Calls(callees, self.forced, self.parallel, None if self.forced else answer)
-        shape = StructuredOutputsParams(grammar=calls_grammar(format, calls, special))
-        return replace(params, structured_outputs=shape)
+        rules = calls_grammar(format, calls, special) if format else channel_grammar(calls, special)
+        return replace(params, structured_outputs=StructuredOutputsParams(grammar=rules))
 
 
 def _allowed(given: Any, names: frozenset[str]) -> tuple[frozenset[str], bool]:

@@ -63,12 +63,14 @@ class Reasoning:
         inside = self._analyses if self.format.channels else self.inside
         return ReasoningCounter(self.marks.start, self.marks.stop, inside, once=not self.format.channels)
 
-    def thinking(self, params: SamplingParams, calls: bool = False) -> Thinking | None:
+    def thinking(
+        self, params: SamplingParams, calls: bool = False, channels: bool = False
+    ) -> Thinking | None:
         """Return what the engine must know of it for a budget or a grammar; None if it need not.
 
         In channels, an answer that may call functions (`calls`) may do so instead of answering: there a
-        budget ends the thinking alone, and the model chooses the next channel. ConfigError where the end of
-        the thinking cannot be told by tokens.
+        budget ends the thinking alone, and the model chooses the next channel, as it does with a grammar of
+        all `channels`. ConfigError where the end of the thinking cannot be told by tokens.
         """
         budget, marks = params.thinking_token_budget, self.marks
         if budget is None and params.structured_outputs is None:
@@ -81,9 +83,14 @@ class Reasoning:
                 f"{name}: expected none where the model thinks, as {self.format.ends[0]!r} is no token of "
                 "its own; leave it out, or switch the thinking off"
             )
-        if self.format.channels and calls and params.structured_outputs is None:
+        if self.format.channels and calls and (channels or params.structured_outputs is None):
             return Thinking(marks.stop, marks.start, self._analyses, budget, marks.stop)
         return Thinking(marks.end, marks.start, self.inside, budget, marks.closing)
+
+    @property
+    def opens(self) -> bool:
+        """Whether the answer begins with a message in some channel, or inside one of thinking."""
+        return self.format.channels and (self._analyses or self.begun.strip() in ("", f"{START}assistant"))
 
     @property
     def _analyses(self) -> bool:

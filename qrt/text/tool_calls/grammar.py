@@ -20,7 +20,7 @@ from qrt.text.tool_calls.formats import FORMATS, LISTED, ToolFormat
 from qrt.text.tool_calls.stream import MAX_CALLS
 
 ARGUMENTS = "[ARGS]"  # a special token of Mistral's newer tokenizers, whose models write no list
-IN_MISTRAL = re.compile(r"[\w.-]+")
+IN_HEADER = re.compile(r"[\w.-]+")
 IN_PYTHON = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 COMPOSED = ("$ref", "allOf", "anyOf", "oneOf", "patternProperties")
 OF_REFERENCES = ("$defs", "definitions")
@@ -78,7 +78,7 @@ class _Notation:
     tag        without a marker: what may begin the calls behind some text
     """
 
-    function: Callable[[Callee, str, _Marks], list[str]]
+    function: Callable[[Callee, str, RuleMarks], list[str]]
     marker: str = ""
     begin: str = ""
     between: str | None = None
@@ -88,7 +88,7 @@ class _Notation:
     tag: str = ""
 
 
-class _Marks:
+class RuleMarks:
     """Writes the marks of a notation in rules. Special tokens are no text: a rule names them by id."""
 
     def __init__(self, special: Mapping[str, int]) -> None:
@@ -98,7 +98,7 @@ class _Marks:
 
     def __call__(self, text: str) -> str:
         found = (
-            f"<[{self._special[part]}]>" if part in self._special else _quoted(part)
+            f"<[{self._special[part]}]>" if part in self._special else quoted(part)
             for part in self._names.split(text)
         )
         return " ".join(filter(None, found))
@@ -107,7 +107,7 @@ class _Marks:
         return text in self._special
 
 
-def _quoted(text: str) -> str:
+def quoted(text: str) -> str:
     """Write text in a rule; in a request's own text nothing is a mark."""
     return json.dumps(text, ensure_ascii=False) if text else ""
 
@@ -119,7 +119,7 @@ def calls_grammar(format: ToolFormat, calls: Calls, special: Mapping[str, int]) 
 
     ConfigError for a function that the notation cannot write, UnsupportedError for arguments.
     """
-    marks = _Marks(special)
+    marks = RuleMarks(special)
     notation = _notation(format, marks)
     names = [f"function_{number}" for number in range(len(calls.functions))]
     rules = ["%llguidance {}", *_start(notation, calls, marks), "call: " + " | ".join(names)]
@@ -128,7 +128,7 @@ def calls_grammar(format: ToolFormat, calls: Calls, special: Mapping[str, int]) 
     return "\n".join(rules) + "\n"
 
 
-def _start(notation: _Notation, calls: Calls, marks: _Marks) -> list[str]:
+def _start(notation: _Notation, calls: Calls, marks: RuleMarks) -> list[str]:
     """Return the rules around `call`."""
     inner, outer = notation.between, notation.blocks
     more = _repeated(marks(inner) + " call") if calls.parallel and inner is not None else ""
@@ -139,10 +139,10 @@ def _start(notation: _Notation, calls: Calls, marks: _Marks) -> list[str]:
     if calls.forced:
         return ["start: calls", *rules]
     if calls.answer is not None:
-        return ["start: calls | answer", *_answer(calls.answer), *rules]
+        return ["start: calls | answer", *answer_rules(calls.answer), *rules]
     rules.append(f"TEXT: /{_text(notation.opening)}/")
     if mark := notation.marker or notation.tag:
-        rules += [f"spelled[lazy]: TEXT {_quoted(mark)}", "head: spelled"]
+        rules += [f"spelled[lazy]: TEXT {quoted(mark)}", "head: spelled"]
         if mark in marks:
             rules[-1] += f" | TEXT {marks(mark)}"
     if notation.marker:
@@ -159,12 +159,12 @@ def _text(opening: str) -> str:
     return rf"\s*([^\s\{opening}](?s:.*))?" if opening else "(?s:.*)"
 
 
-def _answer(shape: StructuredOutputsParams) -> list[str]:
+def answer_rules(shape: StructuredOutputsParams) -> list[str]:
     grammar = Grammar.of(shape)
     if grammar.kind == "json":
         return [f"answer: %json {prepared(grammar.field, grammar.text, grammar.whitespace)}"]
     if grammar.kind == "choice":
-        texts = [_quoted(text) for text in json.loads(grammar.text)]
+        texts = [quoted(text) for text in json.loads(grammar.text)]
         return ["answer: " + " | ".join(texts)]
     if grammar.kind == "regex":
         escaped = re.sub(r"(?s)\\.|/", lambda found: r"\/" if found[0] == "/" else found[0], grammar.text)
@@ -175,7 +175,7 @@ def _answer(shape: StructuredOutputsParams) -> list[str]:
     )
 
 
-def _notation(format: ToolFormat, marks: _Marks) -> _Notation:
+def _notation(format: ToolFormat, marks: RuleMarks) -> _Notation:
     if format is FORMATS["mistral"] and ARGUMENTS in marks:
         return _Notation(_mistral, marker="[TOOL_CALLS]", blocks="")
     if format not in NOTATIONS:
@@ -183,26 +183,31 @@ def _notation(format: ToolFormat, marks: _Marks) -> _Notation:
     return NOTATIONS[format]
 
 
-def _json(key: str) -> Callable[[Callee, str, _Marks], list[str]]:
+def _json(key: str) -> Callable[[Callee, str, RuleMarks], list[str]]:
     """Return the writer of calls that are objects with a name and, by `key`, arguments."""
 
-    def write(function: Callee, rule: str, marks: _Marks) -> list[str]:
+    def write(function: Callee, rule: str, marks: RuleMarks) -> list[str]:
         name = json.dumps(function.name, ensure_ascii=False)
-        begin = _quoted(f'{{"name": {name}, "{key}": ')
-        return [f"{rule}: {begin} {_arguments(function)} {_quoted('}')}"]
+        begin = quoted(f'{{"name": {name}, "{key}": ')
+        return [f"{rule}: {begin} {arguments(function)} {quoted('}')}"]
 
     return write
 
 
-def _mistral(function: Callee, rule: str, marks: _Marks) -> list[str]:
-    if not IN_MISTRAL.fullmatch(function.name):
+def _mistral(function: Callee, rule: str, marks: RuleMarks) -> list[str]:
+    return [f"{rule}: {quoted(plain_name(function))} {marks(ARGUMENTS)} {arguments(function)}"]
+
+
+def plain_name(function: Callee) -> str:
+    """Return the name of a function; ConfigError for one with characters that a header cannot have."""
+    if not IN_HEADER.fullmatch(function.name):
         raise ConfigError(
             f"{function.place}.name: expected letters, digits, '_', '-' and '.', got {function.name!r:.80}"
         )
-    return [f"{rule}: {_quoted(function.name)} {marks(ARGUMENTS)} {_arguments(function)}"]
+    return function.name
 
 
-def _object(function: Callee, rule: str, marks: _Marks) -> list[str]:
+def _object(function: Callee, rule: str, marks: RuleMarks) -> list[str]:
     """Write a call as one JSON object: beside an answer in JSON, only its keys tell which of them it is."""
     place, schema = f"{function.place}.parameters", function.schema if function.exact else {"type": "object"}
     call = {
@@ -215,12 +220,12 @@ def _object(function: Callee, rule: str, marks: _Marks) -> list[str]:
     return [f"{rule}: %json {prepared(place, json.dumps(call), SPACES)}"]
 
 
-def _arguments(function: Callee) -> str:
+def arguments(function: Callee) -> str:
     schema = function.schema if function.exact else {"type": "object"}
     return "%json " + prepared(f"{function.place}.parameters", json.dumps(schema), SPACES)
 
 
-def _pythonic(function: Callee, rule: str, marks: _Marks) -> list[str]:
+def _pythonic(function: Callee, rule: str, marks: RuleMarks) -> list[str]:
     """Write f(x=..., y=...), the values in JSON, which Python reads alike.
 
     `rule_i` is what may come from argument i on if none stands before it, `rule_i_more` if one does.
@@ -239,7 +244,7 @@ def _pythonic(function: Callee, rule: str, marks: _Marks) -> list[str]:
                 f"{function.place}: expected names that Python's calls may have, got {name!r:.80}; rename it"
             )
     shared = {key: schema[key] for key in OF_REFERENCES if key in schema}
-    rules = [f"{rule}: {_quoted(function.name + '(')} {rule}_0 {_quoted(')')}"]
+    rules = [f"{rule}: {quoted(function.name + '(')} {rule}_0 {quoted(')')}"]
     for number, (name, own) in enumerate(properties.items()):
         of_any = not function.exact or not isinstance(own, Mapping)
         value = prepared(
@@ -248,10 +253,8 @@ def _pythonic(function: Callee, rule: str, marks: _Marks) -> list[str]:
         after = f"%json {value} {rule}_{number + 1}_more"
         optional = not function.exact or name not in required
         first, more = (f"{rule}_{number + 1}", f"{rule}_{number + 1}_more") if optional else ("", "")
-        rules.append(f"{rule}_{number}: {_quoted(name + '=')} {after}" + (f" | {first}" if first else ""))
-        rules.append(
-            f"{rule}_{number}_more: {_quoted(f', {name}=')} {after}" + (f" | {more}" if more else "")
-        )
+        rules.append(f"{rule}_{number}: {quoted(name + '=')} {after}" + (f" | {first}" if first else ""))
+        rules.append(f"{rule}_{number}_more: {quoted(f', {name}=')} {after}" + (f" | {more}" if more else ""))
     return [*rules, f'{rule}_{len(properties)}: ""', f'{rule}_{len(properties)}_more: ""']
 
 

@@ -1,11 +1,14 @@
 """A conversation in gpt-oss's channels through the server, with the openai client."""
 
 import json
+from dataclasses import replace
 
 import openai
 import pytest
 from scripted import script
 from servers import KEY, ThreadServer
+
+from qrt.serve.routes import tools as routes_tools
 
 pytestmark = pytest.mark.model
 # In the form of gpt-oss's own template: it reads an earlier analysis as `thinking`
@@ -33,15 +36,20 @@ TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"ty
 
 
 @pytest.fixture(scope="module")
-def client():
-    with ThreadServer(kv="fp16", chat_template=TEMPLATE) as server:
-        script(server.engine, server.tokenizer, ANSWERS)
-        yield openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0)
+def server():
+    with ThreadServer(kv="fp16", chat_template=TEMPLATE) as running:
+        script(running.engine, running.tokenizer, ANSWERS)
+        yield running
 
 
-def ask(client, messages, **arguments):
+@pytest.fixture(scope="module")
+def client(server):
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0)
+
+
+def ask(client, messages, tools=TOOLS, **arguments):
     return client.chat.completions.create(
-        model="tiny", messages=messages, extra_body={"ignore_eos": True}, tools=TOOLS, **arguments
+        model="tiny", messages=messages, extra_body={"ignore_eos": True}, tools=tools, **arguments
     )
 
 
@@ -87,3 +95,23 @@ def test_the_earlier_analysis_reaches_the_template(client):
     assert shown in prompt(reasoning="Look.") and shown in prompt(reasoning_content="Look.")
     assert ANALYSIS not in prompt()
     assert ANALYSIS not in prompt(reasoning="Look.", content="I look."), "the template refuses both"
+
+
+def test_strict_tools_have_a_grammar(server, client, monkeypatch):
+    """The rules are those of `channel_grammar`; here the marks are text, so that there is none."""
+    strict = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}]
+    messages = [{"role": "user", "content": "Köln?"}]
+    with pytest.raises(openai.InternalServerError, match="tools: expected none with strict: true"):
+        ask(client, messages, strict)
+    marks = {
+        mark: number for number, mark in enumerate(("<|start|>", "<|channel|>", "<|message|>", "<|end|>"), 5)
+    }
+    reader = server.service.reasoning
+    monkeypatch.setattr(reader, "_marks", replace(reader._marks, exact=True))
+    rules, real = [], routes_tools.channel_grammar
+    monkeypatch.setattr(
+        routes_tools, "channel_grammar", lambda calls, _: rules.append(real(calls, marks)) or rules[-1]
+    )
+    (call,) = ask(client, messages, strict).choices[0].message.tool_calls
+    assert call.function.name == "weather" and "to=functions.weather" in rules[0]
+    assert ask(client, messages).choices[0].message.tool_calls and len(rules) == 1
