@@ -2,7 +2,7 @@
 
 Each rank has one block, which all ranks may write: places uint8 [2, R, rows, row_bytes], where copy, source
 rank and row find each other, and behind them int32 [rows], how often each row has been exchanged. Only the
-block's rank reads it, and counts. exchange/device.py says how.
+block's rank reads it, and counts. exchange/device.py says how. The last row is that of `chain` for one token.
 
 A kernel gets `words`, int64 [BLOCKS + R]: how long to wait in ns, this rank, rows, row_bytes, and where the
 blocks are: its own, then those of the ranks behind it, then of those before.
@@ -30,7 +30,7 @@ class Memory:
     """The memory of one rank and its peers, as the operators of `qrt.kernels` take it.
 
     words        int64 [BLOCKS + R], on the rank's device
-    rows         most rows of one exchange
+    rows         most rows of one exchange, one less than there are
     row_bytes    most bytes of a row
     """
 
@@ -41,7 +41,7 @@ class Memory:
     @classmethod
     def of(cls, blocks: Sequence[int], rank: int, rows: int, row_bytes: int, device: torch.device) -> Memory:
         """Return what rank `rank` of the blocks at these addresses sees; it has START_SECONDS of patience."""
-        words = [START_SECONDS * NS, rank, rows, row_bytes, *blocks[rank:], *blocks[:rank]]
+        words = [START_SECONDS * NS, rank, rows + 1, row_bytes, *blocks[rank:], *blocks[:rank]]
         return cls(torch.tensor(words, dtype=torch.int64, device=device), rows, row_bytes)
 
     def takes(self, x: Tensor) -> bool:
@@ -73,10 +73,10 @@ def row_bytes_for(width: int) -> int:
 
 
 def places_bytes(ranks: int, rows: int, row_bytes: int) -> int:
-    """Return the bytes of a block's places."""
-    return 2 * ranks * rows * row_bytes
+    """Return the bytes of a block's places, for exchanges of `rows`."""
+    return 2 * ranks * (rows + 1) * row_bytes
 
 
 def block_bytes(ranks: int, rows: int, row_bytes: int) -> int:
     """Return the bytes of a whole block."""
-    return places_bytes(ranks, rows, row_bytes) + 4 * rows
+    return places_bytes(ranks, rows, row_bytes) + 4 * (rows + 1)

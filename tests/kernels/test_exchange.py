@@ -1,7 +1,5 @@
 """The exchange between ranks: its protocol, and its kernels on ranks whose memory is all here."""
 
-import os
-import signal
 import time
 from collections import deque
 
@@ -20,7 +18,7 @@ from qrt.kernels.peers import EXACT_TOKENS, Peers
 from qrt.kernels.rmsnorm import kernel
 from qrt.kernels.rmsnorm import ref as rmsnorm_ref
 from qrt.quant import affine
-from rank_memory import Ranks
+from rank_memory import Ranks, forked
 
 EPS = 1e-5
 
@@ -212,9 +210,7 @@ def test_two_processes_that_wait_for_each_other():
     ranks = Ranks(2, 64, torch.device("cpu"), shared=True)
     residuals = torch.zeros(2, 5, 64).share_memory_()
     xs = torch.randn(2, 12, 5, 64)
-    child = os.fork()
-    rank = int(child == 0)
-    try:
+    with forked() as rank:
         for number in range(12):
             tokens = (5, 2, 3)[number % 3]
             if number % 4 == rank:
@@ -223,18 +219,7 @@ def test_two_processes_that_wait_for_each_other():
             kernel.add_normed(residual, x, None, 0.0, 1.0, ranks.memories[rank].words)
             words = torch.tensor([rank, -rank])
             assert exchange.exchange_largest(words, ranks.memories[rank].words).tolist() == [1, 0]
-    finally:
-        if not child:
-            os._exit(0 if number == 11 else 1)
-        found, status = 0, 0
-        for _ in range(200):
-            found, status = os.waitpid(child, os.WNOHANG)
-            if found:
-                break
-            time.sleep(0.05)
-        if not found:
-            os.kill(child, signal.SIGKILL)
-    assert found and status == 0 and torch.equal(*residuals)
+    assert torch.equal(*residuals)
     want = sum(xs[:, number].sum(0)[:2] for number in range(12))
     torch.testing.assert_close(residuals[0, :2], want, rtol=1e-5, atol=1e-5)
 
@@ -250,7 +235,7 @@ def test_what_the_memory_takes():
 
 def test_patience_is_a_word_on_the_device():
     memory = Memory.of([16, 32, 48], 1, 8, 16, torch.device("cpu"))
-    assert memory.words.tolist() == [peer_memory.START_SECONDS * 10**9, 1, 8, 16, 32, 48, 16]
+    assert memory.words.tolist() == [peer_memory.START_SECONDS * 10**9, 1, 9, 16, 32, 48, 16]
     memory.wait(0.5)
     assert memory.words[0] == 500_000_000 and peer_memory.ranks_of(memory.words) == 3
 

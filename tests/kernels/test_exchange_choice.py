@@ -95,7 +95,7 @@ def test_no_driver_is_an_error_of_all_ranks(monkeypatch):
     monkeypatch.setattr(blocks, "_open", lambda handle: 8192)
     peers.each = lambda number: [0, number]
     memory = blocks.open_memory(peers, 8, 64)
-    assert memory.words.tolist()[1:] == [1, 8, 64, 4096, 8192]
+    assert memory.words.tolist()[1:] == [1, 9, 64, 4096, 8192]
     peers.each = lambda number: [1, number]
     with pytest.raises(blocks.PeerError, match="rank 0 has no access"):
         blocks.open_memory(peers, 8, 64)

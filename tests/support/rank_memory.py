@@ -1,5 +1,10 @@
 """Ranks whose memory is all in this process: what the others send is put there by hand."""
 
+import os
+import signal
+import time
+from contextlib import contextmanager
+
 import torch
 
 from ptx import launch
@@ -15,8 +20,9 @@ class Ranks:
         blocks = [torch.full((words,), EMPTY, dtype=torch.int32, device=device) for _ in range(size)]
         self.blocks = [block.share_memory_() for block in blocks] if shared else blocks
         launch.reached[:] = self.blocks
-        self.counts = [block[-rows:] for block in self.blocks]
-        self.places = [block[:-rows].view(2, size, rows, -1) for block in self.blocks]
+        rows_in_all = rows + 1
+        self.counts = [block[-rows_in_all:] for block in self.blocks]
+        self.places = [block[:-rows_in_all].view(2, size, rows_in_all, -1) for block in self.blocks]
         for counts in self.counts:
             counts.zero_()
         addresses = [block.data_ptr() for block in self.blocks]
@@ -43,3 +49,30 @@ class Ranks:
 
     def is_empty(self, rank):
         return all((self.places[rank][:, s] == EMPTY).all() for s in range(self.size) if s != rank)
+
+
+@contextmanager
+def forked(seconds=60):
+    """Run the block in two processes, ranks 0 and 1; both must end well within this time."""
+    child = os.fork()
+    rank = int(child == 0)
+    if rank:
+        code = 1
+        try:
+            yield rank
+            code = 0
+        finally:
+            os._exit(code)
+    try:
+        yield rank
+        found, status = 0, 0
+        end = time.monotonic() + seconds
+        while not found and time.monotonic() < end:
+            found, status = os.waitpid(child, os.WNOHANG)
+            time.sleep(0.02)
+        assert found and status == 0, "the other rank failed, or did not end"
+        child = 0
+    finally:
+        if child:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)

@@ -14,7 +14,7 @@ residual is updated in place.
 
 Values are rounded to residual's dtype wherever separate operators would round them, so only the products
 differ. For one token their sums have another order; one launch does what takes seven otherwise. For more
-tokens, or ranks, the products read their inputs as `Digits`. `fits` says whether `chain` may be called.
+tokens the products read their inputs as `Digits`. `fits` says whether `chain` may be called.
 
 Where a mixture stands between o and qkv, two operators do what is around it, also by `Digits`:
 
@@ -133,8 +133,8 @@ def fits(attended: int, residual: Tensor, link: Link) -> bool:
     """Return whether the kernels take these products; o reads `attended` inputs.
 
     They need bf16 on a Hopper GPU, and weight-only integers with 16-bit scales of 128 inputs or more, whose
-    inputs are not reordered. For several tokens, and for a rank of several, all input sizes must be multiples
-    of 128. Else, for one token, the inputs and a program's sums must fit in shared memory.
+    inputs are not reordered. For several tokens, all input sizes must be multiples of 128. For one token, the
+    inputs and a program's sums must fit in shared memory.
     """
     kind, tokens = _tiled_integers(residual, link.scheme), residual.shape[0]
     if kind is None:
@@ -144,7 +144,7 @@ def fits(attended: int, residual: Tensor, link: Link) -> bool:
     if not all(_takes(weight, tiled[0]) for weight in tiled):
         return False
     halves = tiled[1].out_features
-    if tokens > 1 or link.peers is not None:
+    if tokens > 1:
         whole = all(inputs % GROUP == 0 for inputs in (attended, residual.shape[1], halves // 2))
         return whole and all(w.out_features % TILE_ROWS == 0 for w in tiled)
     inputs = max(w.packed.shape[1] * (16 // kind.bits) * w.packed.shape[3] for w in tiled)

@@ -1,8 +1,7 @@
 """The operators of `qrt.kernels.chain` on CUDA tensors.
 
-`chain` is one kernel for one token, and six or seven that use `Digits` for a few tokens, or for a rank of
-several. The others are two such kernels, with `make_digits` in front where attention did not leave its result
-as digits.
+`chain` is one kernel for one token, and six or seven that use `Digits` for a few. The others are two such
+kernels, with `make_digits` in front where attention did not leave its result as digits.
 """
 
 from __future__ import annotations
@@ -40,9 +39,9 @@ def chain(
 ) -> Tensor:
     """See the package's docstring."""
     tokens = len(residual)
-    if tokens == 1 and len(x) == 1 and peers is None:
+    if tokens == 1 and len(x) == 1:
         products, norms = (o, gate_up, down, qkv), (attention_out, mlp_norm, mlp_out, norm)
-        return one_token(x[0], residual, products, bias, norms, eps, scheme, act, scale)
+        return one_token(x[0], residual, products, bias, norms, eps, scheme, act, scale, peers)
     attended = _attended(x, tokens)
     bits, room = WEIGHT_SCHEMES[scheme].bits, room_for(tokens)
     y = digits_shares(attended, TiledWeight(*o), bits)

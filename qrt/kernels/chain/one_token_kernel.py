@@ -7,6 +7,12 @@ for each other between products. The other warps multiply 16 rows at a time with
 tile of the inputs, and their sums are added in shared memory at the end of a product. Every program computes
 the whole input of a product, norm included.
 
+A rank of several has its part of o and down. Its programs write their outputs in fp32 into the memory of the
+other ranks too (`exchange.device` says how), and every program adds up all ranks' vectors, in the order of
+ranks. The last row of the memory is for this kernel alone: copy 0 for o, copy 1 for down. A program empties
+the outputs of a copy that it will write elsewhere next: another rank writes there again only when it has
+those. That is a product later, and when all programs here have read them.
+
 As the programs wait for each other, all of them must get an SM in the end. Other work on the GPU may be slow,
 but must not wait for them.
 
@@ -32,11 +38,14 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from qrt.kernels import peer_memory
 from qrt.kernels.act_mul.kernel import activated
 from qrt.kernels.chain import UNIT
+from qrt.kernels.exchange.device import patient, words_of
 from qrt.kernels.gpu import multiprocessors
 from qrt.kernels.launch import variant
 from qrt.kernels.linear.device import DTYPES, of_weight, signals
+from qrt.kernels.peer_memory import ranks_of
 from qrt.kernels.rmsnorm.kernel import product
 from qrt.kernels.sizes import cdiv, next_power_of_2
 from qrt.quant.weight import WEIGHT_SCHEMES
@@ -45,6 +54,12 @@ from qrt.quant.weight.tiles import TiledScheme, TiledWeight
 WARPS = 8  # that multiply; a chunk is one tile per warp, for UNIT outputs
 STAGES = 4  # chunks on their way or waiting, 17 KB each; 6 and 8 were slower
 REGISTERS = 96  # per thread: programs of the kernels before and after fit beside it
+EMPTY = gl.constexpr(peer_memory.EMPTY)
+_PATIENCE = gl.constexpr(peer_memory.PATIENCE)
+_RANK = gl.constexpr(peer_memory.RANK)
+_ROWS = gl.constexpr(peer_memory.ROWS)
+_ROW_BYTES = gl.constexpr(peer_memory.ROW_BYTES)
+_BLOCKS = gl.constexpr(peer_memory.BLOCKS)
 BARRIERS = 3  # between the four products
 _PACKED = gl.NVMMASharedLayout(128, 16, 4)
 _BY_ROW = gl.NVMMASharedLayout(0, 32, 3)
@@ -57,11 +72,12 @@ _CUBE = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
 def _one_token(
     o, o_scale, o_zero, gate_up, gate_up_scale, gate_up_zero, down, down_scale, down_zero, qkv, qkv_scale,
     qkv_zero, BIAS, X, RESIDUAL, MIDDLE, ATTENTION_OUT, MLP_NORM, MLP_OUT, NORM, O_OUT, ACTIVE, DOWN_OUT, OUT,
-    ARRIVALS, eps, factor,
+    ARRIVALS, PEERS, eps, factor,
     HIDDEN: gl.constexpr, ATTENDED: gl.constexpr, INNER: gl.constexpr, WIDTH: gl.constexpr,
     LONGEST: gl.constexpr, UNITS: gl.constexpr, PLANES: gl.constexpr, RUNS: gl.constexpr,
     SCALE: gl.constexpr, ASYMMETRIC: gl.constexpr, RAW: gl.constexpr, AFFINE: gl.constexpr,
-    DOT: gl.constexpr, ACT: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr,
+    DOT: gl.constexpr, ACT: gl.constexpr, RANKS: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr,
+    num_warps: gl.constexpr,
 ):  # fmt: skip
     """Grid (SMs,).
 
@@ -78,8 +94,8 @@ def _one_token(
         [
             (_work, (
                 ring, BIAS, X, RESIDUAL, MIDDLE, ATTENTION_OUT, MLP_NORM, MLP_OUT, NORM, O_OUT, ACTIVE,
-                DOWN_OUT, OUT, ARRIVALS, eps, factor, HIDDEN, ATTENDED, INNER, WIDTH, LONGEST, UNITS, PLANES,
-                RUNS, SCALE, ASYMMETRIC, RAW, AFFINE, DOT, ACT, WARPS, STAGES,
+                DOWN_OUT, OUT, ARRIVALS, PEERS, eps, factor, HIDDEN, ATTENDED, INNER, WIDTH, LONGEST, UNITS,
+                PLANES, RUNS, SCALE, ASYMMETRIC, RAW, AFFINE, DOT, ACT, RANKS, WARPS, STAGES,
             )),
             (_fetch, (
                 ring, (o, o_scale, o_zero), (gate_up, gate_up_scale, gate_up_zero),
@@ -138,11 +154,11 @@ def _fetch_unit(
 @gluon.jit
 def _work(
     ring, BIAS, X, RESIDUAL, MIDDLE, ATTENTION_OUT, MLP_NORM, MLP_OUT, NORM, O_OUT, ACTIVE, DOWN_OUT, OUT,
-    ARRIVALS, eps, factor,
+    ARRIVALS, PEERS, eps, factor,
     HIDDEN: gl.constexpr, ATTENDED: gl.constexpr, INNER: gl.constexpr, WIDTH: gl.constexpr,
     LONGEST: gl.constexpr, UNITS: gl.constexpr, PLANES: gl.constexpr, RUNS: gl.constexpr,
     SCALE: gl.constexpr, ASYMMETRIC: gl.constexpr, RAW: gl.constexpr, AFFINE: gl.constexpr,
-    DOT: gl.constexpr, ACT: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr,
+    DOT: gl.constexpr, ACT: gl.constexpr, RANKS: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Multiply. Every program computes the norms and RESIDUAL's sums; only the first one writes them."""
     SPAN: gl.constexpr = PLANES * 64 * WARPS
@@ -152,11 +168,14 @@ def _work(
     operands = (x, totals, sums)
     i = 0
     gdc_wait()
+    if PEERS is not None:
+        _empty_rows(PEERS, 1, HIDDEN, UNITS, RANKS)
     _take(x, totals, X, ATTENDED, RUNS)
-    i = _product(O_OUT, None, ring, operands, i, HIDDEN, ATTENDED, UNITS, PLANES, RUNS, SCALE, ASYMMETRIC,
-                 RAW, AFFINE, DOT, WARPS, STAGES)  # fmt: skip
+    i = _product(O_OUT, None, PEERS, 0, ring, operands, i, HIDDEN, ATTENDED, UNITS, PLANES, RUNS, SCALE,
+                 ASYMMETRIC, RAW, AFFINE, DOT, RANKS, WARPS, STAGES)  # fmt: skip
     _meet(ARRIVALS, 0)
-    normal = _add_norm(x, RESIDUAL, O_OUT, ATTENTION_OUT, factor, MLP_NORM, MIDDLE, eps, HIDDEN)
+    added = _added(O_OUT, PEERS, 0, _inputs(HIDDEN, x), HIDDEN, RANKS, x.dtype)
+    normal = _add_norm(x, RESIDUAL, added, ATTENTION_OUT, factor, MLP_NORM, MIDDLE, eps, HIDDEN)
     _give(x, totals, normal, RUNS)
     CHUNKS: gl.constexpr = (HIDDEN + SPAN - 1) // SPAN
     row = 0
@@ -171,16 +190,19 @@ def _work(
     gate, up = _rows(sums, 0, UNITS).to(DOT).to(gl.float32), _rows(sums, UNITS, UNITS).to(DOT).to(gl.float32)
     _store_rows(ACTIVE, None, activated(gate, ACT, False).to(DOT).to(gl.float32) * up, INNER)
     _meet(ARRIVALS, 1)
+    if PEERS is not None:
+        _empty_rows(PEERS, 0, HIDDEN, UNITS, RANKS)
     _take(x, totals, ACTIVE, INNER, RUNS)
-    i = _product(DOWN_OUT, None, ring, operands, i, HIDDEN, INNER, UNITS, PLANES, RUNS, SCALE, ASYMMETRIC,
-                 RAW, AFFINE, DOT, WARPS, STAGES)  # fmt: skip
+    i = _product(DOWN_OUT, None, PEERS, 1, ring, operands, i, HIDDEN, INNER, UNITS, PLANES, RUNS, SCALE,
+                 ASYMMETRIC, RAW, AFFINE, DOT, RANKS, WARPS, STAGES)  # fmt: skip
     _meet(ARRIVALS, 2)
-    normal = _add_norm(x, MIDDLE, DOWN_OUT, MLP_OUT, factor, NORM, RESIDUAL, eps, HIDDEN)
+    added = _added(DOWN_OUT, PEERS, 1, _inputs(HIDDEN, x), HIDDEN, RANKS, x.dtype)
+    normal = _add_norm(x, MIDDLE, added, MLP_OUT, factor, NORM, RESIDUAL, eps, HIDDEN)
     gdc_launch_dependents()
     if WIDTH:
         _give(x, totals, normal, RUNS)
-        _product(OUT, BIAS, ring, operands, i, WIDTH, HIDDEN, UNITS, PLANES, RUNS, SCALE, ASYMMETRIC, RAW,
-                 AFFINE, DOT, WARPS, STAGES)  # fmt: skip
+        _product(OUT, BIAS, None, 0, ring, operands, i, WIDTH, HIDDEN, UNITS, PLANES, RUNS, SCALE, ASYMMETRIC,
+                 RAW, AFFINE, DOT, RANKS, WARPS, STAGES)  # fmt: skip
     else:
         k = _inputs(HIDDEN, x)
         gl.store(OUT + k, normal, mask=(k < HIDDEN) & (gl.program_id(0) == 0))
@@ -239,8 +261,8 @@ def _take(x, totals, X, COUNT: gl.constexpr, RUNS: gl.constexpr):
 
 
 @gluon.jit
-def _add_norm(x, RESIDUAL, Y, BEHIND, factor, WEIGHT, SUM, eps, COUNT: gl.constexpr):
-    """Compute SUM = RESIDUAL + factor * norm(Y), and return its norm, rounded as in `add_rmsnorm`.
+def _add_norm(x, RESIDUAL, added, BEHIND, factor, WEIGHT, SUM, eps, COUNT: gl.constexpr):
+    """Compute SUM = RESIDUAL + factor * norm(added), and return its norm, rounded as in `add_rmsnorm`.
 
     BEHIND and WEIGHT are the weights of the norms, or None where a norm is absent.
     """
@@ -251,7 +273,6 @@ def _add_norm(x, RESIDUAL, Y, BEHIND, factor, WEIGHT, SUM, eps, COUNT: gl.conste
     if WEIGHT is not None:
         weight = gl.load(WEIGHT + k, mask=real, other=0.0).to(gl.float32)
     residual = gl.load(RESIDUAL + k, mask=real, other=0.0, cache_modifier=".cg").to(gl.float32)
-    added = gl.load(Y + k, mask=real, other=0.0, cache_modifier=".cg").to(gl.float32)
     if BEHIND is not None:
         added = _normal(added, behind, eps, COUNT, BEHIND.dtype.element_ty, True, x.dtype).to(gl.float32)
     if factor is not None:
@@ -262,6 +283,60 @@ def _add_norm(x, RESIDUAL, Y, BEHIND, factor, WEIGHT, SUM, eps, COUNT: gl.conste
     if WEIGHT is not None:
         total = _normal(total.to(gl.float32), weight, eps, COUNT, WEIGHT.dtype.element_ty, False, x.dtype)
     return total
+
+
+@gluon.jit
+def _added(Y, PEERS, COPY: gl.constexpr, k, COUNT: gl.constexpr, RANKS: gl.constexpr, DTYPE: gl.constexpr):
+    """Return what a product gives over all ranks, rounded to DTYPE, as fp32: this one's is in Y [COUNT]."""
+    real = k < COUNT
+    if PEERS is None:
+        return gl.load(Y + k, mask=real, other=0.0, cache_modifier=".cg").to(gl.float32)
+    else:
+        words = words_of(PEERS, RANKS)
+        LAYOUT: gl.constexpr = k.type.layout
+        total = gl.zeros([k.shape[0]], gl.float32, LAYOUT)
+        for source in gl.static_range(RANKS):
+            place = _vector(words, 0, COPY, source, RANKS)
+            if source == words[_RANK]:
+                place = Y.to(gl.pointer_type(gl.int32))
+            bits = gl.load(place + k, mask=real, other=0, volatile=True)
+            started = words[_PATIENCE] * 0
+            while gl.max((bits == EMPTY).to(gl.int32), 0) > 0:
+                started = patient(started, words[_PATIENCE])
+                bits = gl.load(place + k, mask=real, other=0, volatile=True)
+            total += bits.to(gl.float32, bitcast=True)
+        return total.to(DTYPE).to(gl.float32)
+
+
+@gluon.jit
+def _vector(words, OTHER: gl.constexpr, COPY: gl.constexpr, source, RANKS: gl.constexpr):
+    """Return a pointer to what `source` writes into the block of a rank, OTHER ranks behind this one."""
+    row = (COPY * RANKS + source + 1) * words[_ROWS] - 1
+    return tl.multiple_of(
+        (words[_BLOCKS + OTHER] + row * words[_ROW_BYTES]).to(gl.pointer_type(gl.int32)), 16
+    )
+
+
+@gluon.jit
+def _own_rows(N: gl.constexpr, UNITS: gl.constexpr, LAYOUT: gl.constexpr):
+    """Return the outputs of this program's units of N, [UNITS, 16]; some may be N or more."""
+    unit = gl.arange(0, UNITS, layout=gl.SliceLayout(1, LAYOUT))
+    row = gl.arange(0, 16, layout=gl.SliceLayout(0, LAYOUT))
+    first = (gl.program_id(0) + gl.num_programs(0) * unit) * 16
+    return gl.expand_dims(first, 1) + gl.expand_dims(row, 0)
+
+
+@gluon.jit
+def _empty_rows(PEERS, COPY: gl.constexpr, N: gl.constexpr, UNITS: gl.constexpr, RANKS: gl.constexpr):
+    """Empty this program's outputs of N in what the other ranks have written here."""
+    words = words_of(PEERS, RANKS)
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [2, 16], [gl.num_warps(), 1], [1, 0])
+    at = _own_rows(N, UNITS, LAYOUT)
+    for source in gl.static_range(RANKS):
+        place = _vector(words, 0, COPY, source, RANKS)
+        gl.store(
+            place + at, gl.full([UNITS, 16], EMPTY, gl.int32, LAYOUT), (at < N) & (source != words[_RANK])
+        )
 
 
 @gluon.jit
@@ -284,11 +359,12 @@ def _normal(
 
 @gluon.jit
 def _product(
-    OUT, BIAS, ring, operands, i, N: gl.constexpr, K: gl.constexpr, UNITS: gl.constexpr, PLANES: gl.constexpr,
-    RUNS: gl.constexpr, SCALE: gl.constexpr, ASYMMETRIC: gl.constexpr, RAW: gl.constexpr,
-    AFFINE: gl.constexpr, DOT: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr,
+    OUT, BIAS, PEERS, COPY: gl.constexpr, ring, operands, i, N: gl.constexpr, K: gl.constexpr,
+    UNITS: gl.constexpr, PLANES: gl.constexpr, RUNS: gl.constexpr, SCALE: gl.constexpr,
+    ASYMMETRIC: gl.constexpr, RAW: gl.constexpr, AFFINE: gl.constexpr, DOT: gl.constexpr,
+    RANKS: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Compute this program's units of OUT [N] = W [N, K] x + BIAS, if any."""
+    """Compute this program's units of OUT [N] = W [N, K] x + BIAS, if any; write them to PEERS too."""
     x, totals, sums = operands
     CHUNKS: gl.constexpr = (K + PLANES * 64 * WARPS - 1) // (PLANES * 64 * WARPS)
     row = 0
@@ -297,8 +373,24 @@ def _product(
                         STAGES)  # fmt: skip
         sums.index(row).store(unit)
         row += 1
-    _store_rows(OUT, BIAS, _rows(sums, 0, UNITS), N)
+    values = _rows(sums, 0, UNITS)
+    if PEERS is not None:
+        values = _send_rows(PEERS, COPY, values, N, RANKS)
+    _store_rows(OUT, BIAS, values, N)
     return i
+
+
+@gluon.jit
+def _send_rows(PEERS, COPY: gl.constexpr, values, N: gl.constexpr, RANKS: gl.constexpr):
+    """Write this program's units, values [units, 16], to all other ranks; return them as they read them."""
+    words = words_of(PEERS, RANKS)
+    LAYOUT: gl.constexpr = values.type.layout
+    at = _own_rows(N, values.shape[0], LAYOUT)
+    bits = values.to(gl.int32, bitcast=True)
+    bits = gl.where(bits == EMPTY, 0, bits)
+    for other in gl.static_range(1, RANKS):
+        gl.store(_vector(words, other, COPY, words[_RANK], RANKS) + at, bits, at < N)
+    return bits.to(gl.float32, bitcast=True)
 
 
 @gluon.jit
@@ -355,10 +447,7 @@ def _rows(sums, FIRST: gl.constexpr, UNITS: gl.constexpr):
 def _store_rows(OUT, BIAS, values, N: gl.constexpr):
     """Store this program's units of OUT [N] from values [units, 16], plus BIAS, if any."""
     LAYOUT: gl.constexpr = values.type.layout
-    unit = gl.arange(0, values.shape[0], layout=gl.SliceLayout(1, LAYOUT))
-    row = gl.arange(0, 16, layout=gl.SliceLayout(0, LAYOUT))
-    first = (gl.program_id(0) + gl.num_programs(0) * unit) * 16
-    at = gl.expand_dims(first, 1) + gl.expand_dims(row, 0)
+    at = _own_rows(N, values.shape[0], LAYOUT)
     if BIAS is not None:
         values += gl.load(BIAS + at, mask=at < N, other=0.0).to(gl.float32)
     gl.store(OUT + at, values.to(OUT.dtype.element_ty), mask=at < N)
@@ -382,7 +471,7 @@ def _descriptors(weight: TiledWeight) -> tuple[Any, Any, Any]:
 
 def one_token(
     x: Tensor, residual: Tensor, products: Sequence[Sequence[Tensor]], bias: Tensor | None,
-    norms: Sequence[Tensor | None], eps: float, scheme: str, act: str, scale: float,
+    norms: Sequence[Tensor | None], eps: float, scheme: str, act: str, scale: float, peers: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """See the package's docstring.
 
@@ -399,16 +488,19 @@ def one_token(
     programs, planes = multiprocessors(x.device), 16 // kind.bits
     longest = max(next_power_of_2(max(x.shape[1], hidden, inner)), planes * 64 * WARPS)
     units = next_power_of_2(cdiv(max(hidden, inner, width), UNIT * programs))
-    middle, o_out, down_out = (torch.empty_like(residual) for _ in range(3))
+    middle = torch.empty_like(residual)
+    outs = middle.dtype if peers is None else torch.float32
+    o_out, down_out = (torch.empty_like(residual, dtype=outs) for _ in range(2))
     active, out = x.new_empty(1, inner), x.new_empty(1, width or hidden)
     kernel = variant(
         _one_token, HIDDEN=hidden, ATTENDED=x.shape[1], INNER=inner, WIDTH=width, LONGEST=longest,
         UNITS=units, PLANES=planes, RUNS=weights[0].runs, SCALE=DTYPES[weights[0].scale.dtype],
         ASYMMETRIC=weights[0].zero.numel() > 0, RAW=raw, AFFINE=affine, DOT=DTYPES[x.dtype], ACT=act,
-        WARPS=WARPS, STAGES=STAGES, num_warps=WARPS, maxnreg=REGISTERS, launch_pdl=True,
+        RANKS=ranks_of(peers), WARPS=WARPS, STAGES=STAGES, num_warps=WARPS, maxnreg=REGISTERS,
+        launch_pdl=True,
     )  # fmt: skip
     kernel.launch(
         (programs,), *chain.from_iterable(map(_descriptors, weights)), bias, x, residual, middle, *norms,
-        o_out, active, down_out, out, _arrivals(x.device), eps, None if scale == 1.0 else scale,
+        o_out, active, down_out, out, _arrivals(x.device), peers, eps, None if scale == 1.0 else scale,
     )  # fmt: skip
     return out

@@ -64,7 +64,7 @@ def _allocate(ranks: int, rows: int, row_bytes: int) -> int:
     places = places_bytes(ranks, rows, row_bytes)
     whole = cdiv(block_bytes(ranks, rows, row_bytes), _PAGE) * _PAGE
     _call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(whole))
-    for begin, word, count in ((0, EMPTY, places // 4), (places, 0, rows)):
+    for begin, word, count in ((0, EMPTY, places // 4), (places, 0, rows + 1)):
         at = ctypes.c_uint64(address.value + begin)
         _call("cuMemsetD32_v2", at, ctypes.c_uint32(word & 0xFFFFFFFF), ctypes.c_size_t(count))
     return address.value

@@ -97,7 +97,7 @@ def take(like, words, turn, source, row, k, inside, RANKS: tl.constexpr, ASM: tl
     started = tl.zeros((), tl.int64)
     while tl.max(tl.max((bits == nothing).to(tl.int32), 1), 0) > 0:
         if ASM:
-            started = _patient(started, words[_PATIENCE])
+            started = patient(started, words[_PATIENCE])
         bits = tl.load(place, mask=inside, other=0, volatile=True)
     tl.debug_barrier()  # all threads have their copy of what small rows have many of
     tl.store(place, tl.zeros_like(bits) + nothing, mask=inside)
@@ -105,7 +105,7 @@ def take(like, words, turn, source, row, k, inside, RANKS: tl.constexpr, ASM: tl
 
 
 @triton.jit
-def _patient(started, patience):
+def patient(started, patience):
     """Return when the wait began, in ns; trap once it has lasted longer than `patience` ns."""
     return tl.inline_asm_elementwise(
         """{ .reg .b64 t; .reg .pred p; mov.u64 t, %globaltimer;

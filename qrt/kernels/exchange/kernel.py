@@ -70,7 +70,7 @@ def probe(memory: Memory, wrong: Tensor, round: int, *, write: bool) -> None:
     """Write a pattern of this round to all other ranks, or add to wrong int32 [1] what has not come."""
     ranks, columns = ranks_of(memory.words), memory.row_bytes // 4
     kernel = variant(_probe, WRITE=write, RANKS=ranks, COLUMNS=columns, BLOCK=1024, num_warps=4)
-    kernel.launch((memory.rows,), memory.words, wrong, round)
+    kernel.launch((memory.rows + 1,), memory.words, wrong, round)
 
 
 def exchange_sum(x: Tensor, peers: Tensor, dtype: torch.dtype) -> Tensor:
