@@ -39,8 +39,8 @@ def _add_server(group: argparse._ArgumentGroup) -> None:
         type=int,
         default=SERVER.data_parallel_size,
         metavar="N",
-        help="number of engines, each with all of the model and GPUs of its own; a request goes to the "
-        "engine that has its prefix, or to the one with the least to do",
+        help="number of engines, each with all of the model and GPUs of its own, counted from --device on; a "
+        "request goes to the engine that has its prefix, or to the one with the least to do",
     )
     group.add_argument(
         "--root-path",

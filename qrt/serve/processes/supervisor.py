@@ -108,8 +108,8 @@ class Supervisor:
             module, config, listener = API, self._configs[0], self._listener.fileno()
             links = [each.link for each in self._engines]
         spec = Spec(name, config, self._server, links, os.getpid(), listener)
-        # progress bars are for terminals; on a full disk, writing one to a log would fail the whole load
-        bars = {} if sys.stderr.isatty() else {"TQDM_DISABLE": "1"}
+        # progress bars are for terminals, and for one engine; on a full disk, one would fail the whole load
+        bars = {} if sys.stderr.isatty() and not self._several else {"TQDM_DISABLE": "1"}
         with _sigint_blocked():
             child = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", module),

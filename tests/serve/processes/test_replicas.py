@@ -71,96 +71,99 @@ def test_number_of_api_processes(monkeypatch, cores, engines, given, expected):
     assert supervisor.num_api_processes(server) == expected
 
 
+def complete(server: Processes, prompt: list[int], **fields) -> dict:
+    body = {**LONG, "prompt": prompt, "max_tokens": 2, **fields}
+    return httpx.post(f"{server.url}/v1/completions", json=body, timeout=PATIENCE).raise_for_status().json()
+
+
+def by_engine(server: Processes, name: str) -> dict[str, float]:
+    families = text_string_to_metric_families(server.get("/metrics").raise_for_status().text)
+    (family,) = (family for family in families if family.name == f"qrt:{name}")
+    return {sample.labels["engine"]: sample.value for sample in family.samples}
+
+
+def both_serve(server: Processes) -> None:
+    """The log names them, all is well, and the answers are one engine's."""
+    log = server.log.read_text()
+    for name in ("engine 0 (cpu)", "engine 1 (cpu)"):
+        assert f"{name}: KV pool: " in log
+    assert server.get("/health").content == b"" and server.get("/readiness").json() == {"status": "ready"}
+    texts = {complete(server, [5, 6, 7])["choices"][0]["text"] for _ in range(8)}
+    assert len(texts) == 1 and by_engine(server, "engine_up") == {"0": 1, "1": 1}
+    assert min(by_engine(server, "prompt_tokens").values()) > 0
+
+
+def conversations_find_their_prefix(server: Processes) -> None:
+    """As many tokens as one engine would find; each salt has its own."""
+    prompts = [[who] * 200 for who in (11, 12, 13)]
+    for turn in range(3):
+        for prompt in prompts:
+            usage = complete(server, prompt + [9] * turn)["usage"]
+            cached = usage["prompt_tokens_details"]["cached_tokens"]
+            assert cached == (len(prompt) + turn - 1 if turn else 0)
+    for _ in range(2):
+        usage = complete(server, prompts[0], cache_salt="s")["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] == 199
+    usage = complete(server, prompts[0], cache_salt="t")["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+def one_is_killed(server: Processes) -> None:
+    """Streams of the other go on, the dead one is named, and all that is new is served."""
+    streams = [Request(server, stream=True, max_tokens=400) for _ in range(4)]
+    for stream in streams:
+        stream.start()
+    assert all(stream.began.wait(PATIENCE) for stream in streams)
+    assert by_engine(server, "num_requests_running") == {"0": 2, "1": 2}
+    os.kill(server.children("engine")[0], signal.SIGKILL)
+    for stream in streams:
+        stream.join(PATIENCE)
+    (name,) = set(re.findall(r"(engine \d \(cpu\)) died: SIGKILL; the others go on", server.log.read_text()))
+    errors = [text.count(f'"message":"{name} has died"') for _, text in (s.reply for s in streams)]
+    whole = [text.count('"finish_reason":"length"') for _, text in (s.reply for s in streams)]
+    assert sorted(errors) == sorted(whole) == [0, 0, 1, 1] and errors != whole
+    for _ in range(4):
+        health, ready = server.get("/health"), server.get("/readiness")
+        assert (health.status_code, health.json()) == (200, {"dead": [name]})
+        assert (ready.status_code, ready.json()) == (200, {"status": "ready", "dead": [name]})
+        assert complete(server, [5, 6, 7])["usage"]["completion_tokens"] == 2
+    assert sorted(by_engine(server, "engine_up").items()) == [
+        (str(i), float(f"engine {i}" not in name)) for i in range(2)
+    ]
+    assert len(by_engine(server, "num_requests_running")) == 1
+
+
+def an_api_process_is_killed(server: Processes) -> None:
+    os.kill(server.children("httpserver")[0], signal.SIGKILL)
+    server.wait(lambda: server.log.read_text().count("ready: serving") == 2)
+    for _ in range(8):
+        assert complete(server, [5, 6, 7])["usage"]["completion_tokens"] == 2
+        assert len(server.get("/health").json()["dead"]) == 1
+
+
+def the_last_one_is_killed(server: Processes) -> None:
+    running = Request(server, stream=False)
+    running.start()
+    server.wait(lambda: server.load()["running"] == 1)
+    os.kill(server.children("engine")[0], signal.SIGKILL)
+    server.wait(lambda: server.get("/health").status_code == 503)
+    running.join(PATIENCE)
+    assert running.reply[0] == 500 and "has died" in running.reply[1]
+    assert server.process.wait(PATIENCE) == 1
+    assert "died: SIGKILL; the server ends" in server.log.read_text()
+
+
 @pytest.mark.model
 @pytest.mark.slow
-class TestTwoEngines:
-    """The tests run in this order, on one server; the last ones kill its engines."""
-
-    @pytest.fixture(scope="class")
-    def server(self, tmp_path_factory):
-        flags = ("--data-parallel-size", "2", "--device", "cpu")
-        server = Processes(tmp_path_factory.mktemp("server"), *flags)
+def test_two_engines(tmp_path):
+    """One server for all of this, because it takes seconds to start."""
+    server = Processes(tmp_path, "--data-parallel-size", "2", "--device", "cpu")
+    try:
         server.wait(lambda: "ready: serving" in server.log.read_text())
-        yield server
+        both_serve(server)
+        conversations_find_their_prefix(server)
+        one_is_killed(server)
+        an_api_process_is_killed(server)
+        the_last_one_is_killed(server)
+    finally:
         server.stop()
-
-    @staticmethod
-    def complete(server, prompt: list[int], **fields) -> dict:
-        body = {**LONG, "prompt": prompt, "max_tokens": 2, **fields}
-        return (
-            httpx.post(f"{server.url}/v1/completions", json=body, timeout=PATIENCE).raise_for_status().json()
-        )
-
-    @staticmethod
-    def by_engine(server, name: str) -> dict[str, float]:
-        families = text_string_to_metric_families(server.get("/metrics").raise_for_status().text)
-        (family,) = (family for family in families if family.name == f"qrt:{name}")
-        return {sample.labels["engine"]: sample.value for sample in family.samples}
-
-    def test_both_serve(self, server):
-        """The log names them, all is well, and the answers are one engine's."""
-        log = server.log.read_text()
-        for name in ("engine 0 (cpu)", "engine 1 (cpu)"):
-            assert f"{name}: KV pool: " in log
-        assert server.get("/health").content == b"" and server.get("/readiness").json() == {"status": "ready"}
-        texts = {self.complete(server, [5, 6, 7])["choices"][0]["text"] for _ in range(8)}
-        assert len(texts) == 1 and self.by_engine(server, "engine_up") == {"0": 1, "1": 1}
-        assert min(self.by_engine(server, "prompt_tokens").values()) > 0
-
-    def test_conversations_find_their_prefix(self, server):
-        """As many tokens as one engine would find; each salt has its own."""
-        prompts = [[who] * 200 for who in (11, 12, 13)]
-        for turn in range(3):
-            for prompt in prompts:
-                usage = self.complete(server, prompt + [9] * turn)["usage"]
-                cached = usage["prompt_tokens_details"]["cached_tokens"]
-                assert cached == (len(prompt) + turn - 1 if turn else 0)
-        for _ in range(2):
-            usage = self.complete(server, prompts[0], cache_salt="s")["usage"]
-        assert usage["prompt_tokens_details"]["cached_tokens"] == 199
-        usage = self.complete(server, prompts[0], cache_salt="t")["usage"]
-        assert usage["prompt_tokens_details"]["cached_tokens"] == 0
-
-    def test_one_that_is_killed_leaves_the_other(self, server):
-        """Streams of the other go on, the dead one is named, and all that is new is served."""
-        streams = [Request(server, stream=True, max_tokens=400) for _ in range(4)]
-        for stream in streams:
-            stream.start()
-        assert all(stream.began.wait(PATIENCE) for stream in streams)
-        assert self.by_engine(server, "num_requests_running") == {"0": 2, "1": 2}
-        os.kill(server.children("engine")[0], signal.SIGKILL)
-        for stream in streams:
-            stream.join(PATIENCE)
-        (name,) = set(
-            re.findall(r"(engine \d \(cpu\)) died: SIGKILL; the others go on", server.log.read_text())
-        )
-        errors = [text.count(f'"message":"{name} has died"') for _, text in (s.reply for s in streams)]
-        whole = [text.count('"finish_reason":"length"') for _, text in (s.reply for s in streams)]
-        assert sorted(errors) == sorted(whole) == [0, 0, 1, 1] and errors != whole
-        for _ in range(4):
-            health, ready = server.get("/health"), server.get("/readiness")
-            assert (health.status_code, health.json()) == (200, {"dead": [name]})
-            assert (ready.status_code, ready.json()) == (200, {"status": "ready", "dead": [name]})
-            assert self.complete(server, [5, 6, 7])["usage"]["completion_tokens"] == 2
-        assert sorted(self.by_engine(server, "engine_up").items()) == [
-            (str(i), float(f"engine {i}" not in name)) for i in range(2)
-        ]
-        assert len(self.by_engine(server, "num_requests_running")) == 1
-
-    def test_an_api_process_is_replaced_beside_a_dead_engine(self, server):
-        os.kill(server.children("httpserver")[0], signal.SIGKILL)
-        server.wait(lambda: server.log.read_text().count("ready: serving") == 2)
-        for _ in range(8):
-            assert self.complete(server, [5, 6, 7])["usage"]["completion_tokens"] == 2
-            assert len(server.get("/health").json()["dead"]) == 1
-
-    def test_with_the_last_one_the_server_ends(self, server):
-        running = Request(server, stream=False)
-        running.start()
-        server.wait(lambda: server.load()["running"] == 1)
-        os.kill(server.children("engine")[0], signal.SIGKILL)
-        server.wait(lambda: server.get("/health").status_code == 503)
-        running.join(PATIENCE)
-        assert running.reply[0] == 500 and "has died" in running.reply[1]
-        assert server.process.wait(PATIENCE) == 1
-        assert "died: SIGKILL; the server ends" in server.log.read_text()
