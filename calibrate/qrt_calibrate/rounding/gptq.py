@@ -282,11 +282,10 @@ def round_block(
         return torch.cat([codes for codes, _ in parts], -1), torch.cat([errors for _, errors in parts], -1)
     errors, codes = torch.empty_like(block), torch.empty_like(block)
     inverse = upper.diagonal(dim1=1, dim2=2).reciprocal()[..., None]
-    for i in range(block.shape[1]):
-        column, scale, error = block[:, i], scales[:, i], errors[:, i]
-        zero = zeros if isinstance(zeros, int) else zeros[:, i]
-        code = affine.nearest(column, scale, zero, spec)
-        codes[:, i] = code
-        torch.mul(torch.addcmul(column, code - zero, scale, value=-1), inverse[:, i], out=error)
-        block[:, i + 1 :].addcmul_(upper[:, i, i + 1 :, None], error[:, None], value=-1)
+    each = zip(*(part.unbind(1) for part in (block, scales, codes, errors, inverse, upper)), strict=True)
+    offsets = [zeros] * block.shape[1] if isinstance(zeros, int) else zeros.unbind(1)
+    for i, (column, scale, code, error, own, row) in enumerate(each):
+        code.copy_(affine.nearest(column, scale, offsets[i], spec))
+        torch.mul(torch.addcmul(column, code - offsets[i], scale, value=-1), own, out=error)
+        block[:, i + 1 :].addcmul_(row[:, i + 1 :, None], error[:, None], value=-1)
     return codes, errors
