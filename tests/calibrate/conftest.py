@@ -9,6 +9,7 @@ import torch
 
 from byte_tokenizer import save_tokenizer
 from qrt_calibrate.estimate import duration
+from qrt_calibrate.rounding import gptq
 from qrt_calibrate.text.text import read_texts
 from tiny_models import random_checkpoint
 
@@ -52,6 +53,15 @@ def frozen():
     gc.freeze()
     yield
     gc.unfreeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def row_blocks():
+    """Walk over 8 blocks of rows: a CPU takes as long for each. Yields how many there are else."""
+    with pytest.MonkeyPatch.context() as patch:
+        own = gptq.ROW_BLOCKS
+        patch.setattr(gptq, "ROW_BLOCKS", 8)
+        yield own
 
 
 @pytest.fixture(autouse=True)

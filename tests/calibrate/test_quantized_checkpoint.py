@@ -15,6 +15,7 @@ from qrt.quant.spec import Granularity, QuantSpec
 from qrt_calibrate import cli
 from qrt_calibrate.pipeline import calibrate
 from qrt_calibrate.recipe.recipe import Recipe
+from qrt_calibrate.rounding import gptq
 from qrt_calibrate.text.text import cut_windows
 from tiny_models import LLAMA3_ROPE, altered
 
@@ -199,8 +200,9 @@ def test_two_runs_write_the_same_bytes(llama, calib, tmp_path):
     assert cli.main([*flags, f"{out}a"]) == 0
     code = (
         "import sys, torch; torch.set_num_threads(1)\n"
-        "from qrt_calibrate.cli import main; sys.exit(main(sys.argv[1:]))"
+        "from qrt_calibrate.rounding import gptq; gptq.ROW_BLOCKS = int(sys.argv[1])\n"
+        "from qrt_calibrate.cli import main; sys.exit(main(sys.argv[2:]))"
     )
-    subprocess.run([sys.executable, "-c", code, *flags, f"{out}b"], check=True)
+    subprocess.run([sys.executable, "-c", code, str(gptq.ROW_BLOCKS), *flags, f"{out}b"], check=True)
     files = [{path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in "ab"]
     assert files[0] == files[1] and "model.safetensors" in files[0]

@@ -12,16 +12,19 @@ import torch
 
 from qrt.quant.checkpoint import open_checkpoint
 from qrt_calibrate import cli
+from qrt_calibrate.rounding import gptq
 from tiny_models import altered
 
 CODE = """
 import os, sys, torch
 from qrt_calibrate import cli, pipeline  # once, which takes longer than to calibrate
+from qrt_calibrate.rounding import gptq
 
 torch.set_num_threads(1)
+gptq.ROW_BLOCKS = int(sys.argv[1])
 for _ in sys.stdin:
     if not (child := os.fork()):
-        os._exit(cli.main(sys.argv[1:]))
+        os._exit(cli.main(sys.argv[2:]))
     print(child, flush=True)
     os.waitpid(child, 0)
     print("gone", flush=True)
@@ -52,7 +55,7 @@ def finished(folder):
 def test_kill_at_three_moments(deep, calib, tmp_path):
     assert run(deep, calib, tmp_path / "whole") == 0
     partial = tmp_path / "out.partial"
-    command = [sys.executable, "-c", CODE, *words(deep, calib, tmp_path / "out")]
+    command = [sys.executable, "-c", CODE, str(gptq.ROW_BLOCKS), *words(deep, calib, tmp_path / "out")]
     pipes = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
     with subprocess.Popen(command, **pipes, stderr=subprocess.DEVNULL, text=True, bufsize=1) as runs:
         for moment, delay in ((1, 0.0), (2, 0.07), (4, 0.15)):
