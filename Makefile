@@ -16,7 +16,7 @@ demo: .venv/installed
 test: .venv/installed
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
-# The suite with all of the many alike, such as every family calibrated in every scheme: half an hour on two cores.
+# The suite with all of the many alike, such as every family calibrated in every scheme: an hour on two cores.
 exhaustive: .venv/installed
 	QRT_TEST_EXHAUSTIVE=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from offline_cuda import compiled
 
+BF16, FP16 = torch.bfloat16, torch.float16
 CODE = """
 import torch
 from qrt.kernels import gpu
@@ -16,12 +17,8 @@ from qrt.kernels.token_inputs.kernel import token_inputs
 from qrt.quant.kv import KV_FORMATS
 
 index, table = torch.zeros(48, dtype=torch.int32), torch.zeros(4, 1024, dtype=torch.int32)
-BF16, FP16 = torch.bfloat16, torch.float16
 parts = torch.zeros(60, 8, dtype=torch.int32)
-for name, dtype, Hq, Hkv, D, attend_cache in (
-    ("fp16", BF16, 32, 8, 128, False), ("int8", BF16, 32, 8, 128, False), ("int4", BF16, 32, 8, 128, False),
-    ("k8v4", BF16, 32, 8, 128, False), ("int8", FP16, 14, 2, 64, True), ("int4", FP16, 6, 6, 80, True),
-):
+for name, dtype, Hq, Hkv, D, attend_cache in CASES:
     qkv = torch.zeros(48, (Hq + 2 * Hkv) * D, dtype=dtype).unflatten(-1, (-1, D))
     q, k, v = qkv.split((Hq, Hkv, Hkv), 1)
     kv = [spec.zeros("cpu") for spec in KV_FORMATS[name].buffers(1024, Hkv, D, dtype).values()]
@@ -44,12 +41,26 @@ for n in (1, 48):
     for decodes in (n, 0):
         token_inputs(index[:n].repeat(3, 1), index, index.long(), table, decodes, 8, 12, [0], [0])
 """
+SOME = ("int8", BF16, 32, 8, 128, False), ("int4", FP16, 6, 6, 80, True)
+ALL = (
+    ("fp16", BF16, 32, 8, 128, False), ("int8", BF16, 32, 8, 128, False), ("int4", BF16, 32, 8, 128, False),
+    ("k8v4", BF16, 32, 8, 128, False), ("int8", FP16, 14, 2, 64, True), ("int4", FP16, 6, 6, 80, True),
+)  # fmt: skip
+
+
+COUNTS = "_kv_write_kernel", "_attend_kernel", "_gather_kernel", "_prefill_kernel", "_hopper_prefill"
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the other tests compile for the GPU that is here")
-def test_attention_kernels_compile():
-    assert compiled(CODE) == {  # int8 and int4 share what they can
-        "_kv_write_kernel": 6, "_attend_kernel": 7, "_gather_kernel": 6,
-        "_prefill_kernel": 5, "_hopper_prefill": 6, "_token_inputs": 4,
-    }  # fmt: skip
+@pytest.mark.parametrize(
+    "cases, counts",
+    [
+        pytest.param(SOME, (2, 3, 2, 3, 2), id="some"),
+        pytest.param(ALL, (6, 7, 6, 5, 6), id="all", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_attention_kernels_compile(cases, counts):
+    """int8 and int4 share what they can."""
+    wanted = dict(zip(COUNTS, counts, strict=True)) | {"_token_inputs": 4}
+    assert compiled(f"import torch\nCASES = {cases}\n{CODE}") == wanted

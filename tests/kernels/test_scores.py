@@ -13,32 +13,41 @@ from qrt.kernels.prefill_attention import ref as prefill_ref
 from qrt.quant.kv import KV_FORMATS
 
 DTYPE = torch.bfloat16 if COMPILED else torch.float16
-FORMATS = pytest.mark.parametrize("name", KV_FORMATS)
+APPENDS = [name for name in KV_FORMATS if KV_FORMATS[name].appends]
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.03125])
 SINKS = torch.tensor([1.5, -3.0, 200.0, 0.0])  # 2^(200 * 1.44) is beyond fp32
-RULES = pytest.mark.parametrize(
-    "window, softcap, alibi, sinks, segment",
-    [
-        (1, 0, False, False, 0),
-        (17, 0, False, False, 0),
-        (64, 3.0, False, False, 0),
-        (129, 0, True, False, 0),
-        (0, 2.5, False, False, 0),
-        (0, 0, True, False, 0),
-        (0, 0, False, True, 0),
-        (128, 0, False, True, 0),
-        (500, 4.0, True, True, 0),
-        (0, 0, False, False, 1),
-        (0, 0, False, False, 16),
-        (0, 2.5, False, True, 50),
-        (0, 0, False, False, 128),
-    ],
-    ids=[
-        "itself", "window", "window-cap", "window-alibi", "cap", "alibi", "sinks", "window-sinks", "all",
-        "segments-of-one", "segments", "segments-cap-sinks", "segments-of-tiles",
-    ],
-)  # fmt: skip
+RULES = {
+    "itself": (1, 0, False, False, 0),
+    "window": (17, 0, False, False, 0),
+    "window-cap": (64, 3.0, False, False, 0),
+    "window-alibi": (129, 0, True, False, 0),
+    "cap": (0, 2.5, False, False, 0),
+    "alibi": (0, 0, True, False, 0),
+    "sinks": (0, 0, False, True, 0),
+    "window-sinks": (128, 0, False, True, 0),
+    "all": (500, 4.0, True, True, 0),
+    "segments-of-one": (0, 0, False, False, 1),
+    "segments": (0, 0, False, False, 16),
+    "segments-cap-sinks": (0, 2.5, False, True, 50),
+    "segments-of-tiles": (0, 0, False, False, 128),
+}
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+
+def by_rule(names, first, *others):
+    """Parametrize a test by these names and a rule.
+
+    Each rule comes with the values `first` and with those of one of the others; the rest is exhaustive.
+    """
+    cases = []
+    for number, (title, rule) in enumerate(RULES.items()):
+        for values in (first, *others):
+            some = values in (first, others[number % len(others)])
+            marks = [] if some else [pytest.mark.exhaustive]
+            cases.append(
+                pytest.param(*values, *rule, id=f"{'-'.join(map(str, values))}-{title}", marks=marks)
+            )
+    return pytest.mark.parametrize(f"{names}, window, softcap, alibi, sinks, segment", cases)
 
 
 def rule_of(window, softcap, alibi, sinks, segment, device):
@@ -48,8 +57,7 @@ def rule_of(window, softcap, alibi, sinks, segment, device):
 
 @pytest.mark.ptx(name=["int8"], window=[64, 128, 500], attention=[decode])
 @pytest.mark.ptx(name=["int8"], segment=[50], attention=[decode])
-@RULES
-@FORMATS
+@by_rule("name", ("int8",), *((name,) for name in KV_FORMATS if name != "int8"))
 @pytest.mark.parametrize("attention", [decode_ref, decode], ids=["ref", "triton"])
 def test_decode(device, attention, name, window, softcap, alibi, sinks, segment):
     lens = [1, 16, 130, 333]
@@ -63,8 +71,7 @@ def test_decode(device, attention, name, window, softcap, alibi, sinks, segment)
     assert error(out, torch.cat(want)) < bound(name, DTYPE)
 
 
-@RULES
-@pytest.mark.parametrize("name", [name for name in KV_FORMATS if KV_FORMATS[name].appends])
+@by_rule("name", ("int8",), *((name,) for name in APPENDS if name != "int8"))
 def test_append(device, name, window, softcap, alibi, sinks, segment):
     """Each request's newest token is stored and attended with the others."""
     lens = [2, 60, 200]
@@ -87,9 +94,10 @@ def test_append(device, name, window, softcap, alibi, sinks, segment):
 
 @pytest.mark.ptx(name=["int8"], window=[64, 128, 500], attention=[prefill], attend_cache=[False])
 @pytest.mark.ptx(name=["int8"], segment=[50, 128], attention=[prefill], attend_cache=[False])
-@RULES
-@pytest.mark.parametrize("attend_cache", [False, True], ids=["raw", "cached"])
-@pytest.mark.parametrize("name", ["fp16", "int8", "int4"])
+@by_rule(
+    "name, attend_cache", ("int8", False), ("fp16", True), ("int4", True), ("fp16", False), ("int4", False),
+    ("int8", True),
+)  # fmt: skip
 @pytest.mark.parametrize("attention", [prefill_ref, prefill], ids=["ref", "triton"])
 def test_prefill(device, attention, name, attend_cache, window, softcap, alibi, sinks, segment):
     """No prefix, a prefix within and beyond the window, chunks shorter and longer than it."""

@@ -68,7 +68,7 @@ def test_two_ranks_compute_what_one_does(case):
     assert relative(got, want) < 1e-5
 
 
-@pytest.mark.parametrize("kv", ["int8", "int4"])
+@pytest.mark.parametrize("kv", ["int8", pytest.param("int4", marks=pytest.mark.exhaustive)])
 def test_quantized_kv_loses_as_little_as_with_llama(case, kv):
     """Each format's own loss: the decodes see K and V as they are stored."""
     name, model, decoder, _ = case

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from cases import one_in
 from hand_steps import Requests
 from qrt.arch.read import read_arch
 from qrt.kernels import chain
@@ -110,8 +111,7 @@ def called(monkeypatch):
     return names
 
 
-@pytest.mark.parametrize("kv", KV_FORMATS)
-@pytest.mark.parametrize("scheme", WEIGHT_SCHEMES)
+@pytest.mark.parametrize(("scheme", "kv"), one_in(2, WEIGHT_SCHEMES, KV_FORMATS))
 def test_fused_is_plain(scheme, kv):
     """Bit for bit: on a CPU the references of both round alike."""
     assert distance(make(scheme), kv) == 0
@@ -199,8 +199,7 @@ def with_random_norms(model):
     return model
 
 
-@pytest.mark.parametrize("scheme", ["fp16", "w4a16", "w8a8"])
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize(("name", "scheme"), one_in(3, OTHERS, ["fp16", "w4a16", "w8a8"]))
 def test_other_layers_fused_are_plain(name, scheme):
     assert distance(with_random_norms(make(scheme, config=other(name))), "int8") == 0
 
@@ -279,8 +278,7 @@ def test_what_build_returns_runs_fused():
 
 
 @pytest.mark.usefixtures("as_on_a_hopper_gpu")
-@pytest.mark.parametrize("kv", KV_FORMATS)
-@pytest.mark.parametrize("scheme", WEIGHT_SCHEMES)
+@pytest.mark.parametrize(("scheme", "kv"), one_in(2, WEIGHT_SCHEMES, KV_FORMATS))
 def test_fused_for_a_gpu_is_plain(scheme, kv, called):
     assert distance(make(scheme, dtype=torch.bfloat16), kv) < 0.02
     chained = {"chain"} if scheme in ("w4a16", "w8a16") else set()

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 
+from cases import one_in
 from hand_steps import Requests
 from qrt.arch.read import read_arch
 from qrt.errors import CheckpointError
@@ -56,8 +57,7 @@ def test_compressed_tensors(name, scheme, tmp_path):
     assert distance(quantized, plain) < (1e-5 if scheme == "w4a16" else 0.05)  # w8a8 rounds tokens, too
 
 
-@pytest.mark.parametrize("tool", TOOLS)
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(("name", "tool"), one_in(3, LAYOUTS, TOOLS))
 def test_gptq_and_awq(name, tool, tmp_path):
     make(name, tmp_path / "source")
     modules, arch = linears(tmp_path / "source")

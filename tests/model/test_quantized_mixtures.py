@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from cases import one_in
 from hand_steps import Requests
 from qrt.arch.read import read_arch
 from qrt.errors import CheckpointError, UnsupportedError
@@ -60,8 +61,7 @@ def configure(folder, change):
     (folder / "config.json").write_text(json.dumps(config))
 
 
-@pytest.mark.parametrize("scheme", ["w4a16", "w8a16", "w8a8"])
-@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize(("name", "scheme"), one_in(3, MIXTURES, ["w4a16", "w8a16", "w8a8"]))
 def test_compressed_tensors(name, scheme, sources, tmp_path):
     source, modules = sources(name)
     spec = WEIGHT_SCHEMES[scheme].spec
@@ -74,8 +74,7 @@ def test_compressed_tensors(name, scheme, sources, tmp_path):
     assert distance(tmp_path / "q", source) > 1e-3  # it was quantized at all
 
 
-@pytest.mark.parametrize("tool", TOOLS)
-@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize(("name", "tool"), one_in(3, MIXTURES, TOOLS))
 def test_gptq_and_awq(name, tool, sources, tmp_path):
     """Each expert has an order of its own; expert 2 saw no token, and was rounded in order."""
     source, modules = sources(name)
@@ -125,8 +124,7 @@ KINDS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize(("name", "kind"), one_in(3, MIXTURES, KINDS))
 def test_fp8(name, kind, sources, tmp_path):
     source, modules = sources(name)
     entry, block, scale = KINDS[kind]

@@ -32,14 +32,18 @@ def operations():
         yield {found.ok().label: found.ok() for found in document.get_all_operations()}
 
 
+@pytest.mark.parametrize("examples", [3, pytest.param(30, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE], ids=lambda m: m.value)
-def test_contents_of_the_openapi_document(operations, mode):
+def test_contents_of_the_openapi_document(operations, mode, examples):
+    """Other examples each time."""
     assert len(operations) > 12
     for operation in operations.values():
         if mode is GenerationMode.NEGATIVE and operation.method == "get":
             continue  # nothing in them can be wrong
 
-        @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+        @settings(
+            max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck), database=None
+        )
         @given(case=operation.as_strategy(generation_mode=mode))
         def check(case):
             # what the document allows may still be wrong for this model: too long, outside its vocabulary
