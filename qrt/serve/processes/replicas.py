@@ -29,7 +29,7 @@ def engine_configs(config: EngineConfig, count: int) -> list[EngineConfig]:
     device = str(config.device or "cuda")
     if count == 1 or device.startswith("cpu"):
         return [config] * count
-    there, each = _count_gpus(), gpus_per_engine(config)
+    there, each = _count_gpus(), config.tensor_parallel_size
     if config.device is None and not there:
         return [replace(config, device="cpu")] * count
     first = int(re.sub(r"\D", "", device) or 0)
@@ -42,11 +42,6 @@ def engine_configs(config: EngineConfig, count: int) -> list[EngineConfig]:
     return [replace(config, device=f"cuda:{first + index * each}") for index in range(count)]
 
 
-def gpus_per_engine(config: EngineConfig) -> int:
-    """Return the number of GPUs that one engine takes."""
-    return getattr(config, "tensor_parallel_size", 1)
-
-
 def _count_gpus() -> int:
     """Count the GPUs in a process of its own, so that this one does not load torch."""
     command = [sys.executable, "-c", COUNT_GPUS]
@@ -55,7 +50,7 @@ def _count_gpus() -> int:
 
 def engine_name(index: int, config: EngineConfig) -> str:
     """Return the name of one engine of several: "engine 1 (cuda:1)"."""
-    more = gpus_per_engine(config) - 1
+    more = config.tensor_parallel_size - 1
     kind, _, first = str(config.device).partition(":")
     return f"engine {index} ({config.device}{f'-{int(first) + more}' if more and first else ''})"
 

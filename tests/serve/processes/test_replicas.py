@@ -40,13 +40,12 @@ def test_each_engine_has_its_own_gpu(monkeypatch, gpus, device, count, expected)
 
 def test_engines_of_several_gpus(monkeypatch):
     monkeypatch.setattr(replicas, "_count_gpus", lambda: 6)
-    monkeypatch.setattr(replicas, "gpus_per_engine", lambda config: 2)
-    configs = engine_configs(EngineConfig("tiny", device="cuda:2"), 2)
+    configs = engine_configs(EngineConfig("tiny", device="cuda:2", tensor_parallel_size=2), 2)
     assert [engine_name(i, config) for i, config in enumerate(configs)] == [
         "engine 0 (cuda:2-3)", "engine 1 (cuda:4-5)",
     ]  # fmt: skip
     with pytest.raises(ConfigError, match="expected at most 1, got 2; there are 6 GPUs, counted from cuda:3"):
-        engine_configs(EngineConfig("tiny", device="cuda:3"), 2)
+        engine_configs(EngineConfig("tiny", device="cuda:3", tensor_parallel_size=2), 2)
 
 
 def test_too_few_gpus_are_named(monkeypatch):
