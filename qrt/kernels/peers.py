@@ -15,6 +15,7 @@ from qrt.errors import ConfigError
 from qrt.kernels.peer_memory import Memory
 
 START_SECONDS = 1800  # time for the slowest rank to load its part and to compile
+OWN_ROWS_BYTES = 8 << 20  # least bytes of a sum of which each rank may take its own rows alone (`sum_own`)
 EXACT_TOKENS = 4  # most tokens whose sums cross a GPU's link in fp32; those of more cross it in their dtype
 LOCAL = {  # nothing listens beyond this machine, and no NVLink multicast: a fault of it outlives the process
     "GLOO_SOCKET_IFNAME": "lo",
@@ -23,6 +24,10 @@ LOCAL = {  # nothing listens beyond this machine, and no NVLink multicast: a fau
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # its watchdog would end a process whose peers compile
 }
+
+# names of torch 2.13, and those of earlier releases
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 class Peers:
@@ -95,6 +100,35 @@ class Peers:
         dist.all_reduce(total)
         return total.to(x.dtype)
 
+    def takes_own(self, x: Tensor) -> bool:
+        """Return whether x [T, N] is so large that each rank had better take its own rows of the sum."""
+        return x.nbytes >= OWN_ROWS_BYTES and not (self.memory is not None and self.memory.takes(x))
+
+    def own(self, rows: int) -> slice:
+        """Return which of `rows` rows are this rank's own: as many for each rank, the last may have fewer."""
+        most = -(-rows // self.size)
+        return slice(min(self.rank * most, rows), min((self.rank + 1) * most, rows))
+
+    def sum_own(self, x: Tensor) -> Tensor:
+        """Return this rank's own rows of `sum`."""
+        if x.device.type == "cpu":
+            return self.sum(x)[self.own(x.shape[-2])]
+        if x.dim() == 3:
+            x = x.sum(0)
+        own, padded = self.own(len(x)), _padded(x, -(-len(x) // self.size) * self.size)
+        total = padded.new_empty(len(padded) // self.size, *x.shape[1:])
+        _reduce_scatter(total, padded)
+        return total[: own.stop - own.start]
+
+    def whole(self, own: Tensor, rows: int) -> Tensor:
+        """Return `rows` rows [rows, ...], of which each rank has its own."""
+        part = _padded(own, -(-rows // self.size))
+        if part.device.type == "cpu":
+            return torch.cat(list(self._gathered(part)))[:rows]
+        every = part.new_empty(len(part) * self.size, *part.shape[1:])
+        _all_gather(every, part)
+        return every[:rows]
+
     def largest(self, x: Tensor) -> Tensor:
         """Return the largest x int64 [T] of all ranks."""
         largest = x.clone()
@@ -138,3 +172,12 @@ class Peers:
         every = list(x.new_empty(self.size, *x.shape))
         dist.all_gather(every, x.contiguous())
         return every
+
+
+def _padded(x: Tensor, rows: int) -> Tensor:
+    """Return x [T, ...], contiguous, with rows of zeros behind it up to `rows`."""
+    if len(x) == rows:
+        return x.contiguous()
+    padded = x.new_zeros(rows, *x.shape[1:])
+    padded[: len(x)] = x
+    return padded

@@ -17,6 +17,7 @@ The residual x [T, H] is one tensor that every addition changes in place.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import torch
@@ -34,6 +35,7 @@ from qrt.kernels.step import KVLayer, StepMeta
 from qrt.layers.attention import Attention
 from qrt.layers.experts import Mixture
 from qrt.layers.linear import Linear
+from qrt.layers.mlp import MLP
 from qrt.layers.norm import NormLayer, RMSNorm, normed
 from qrt.layers.rope import RopeTables
 from qrt.mem.storage import KVStorage
@@ -56,7 +58,10 @@ class FusedDecoder(Decoder):
     def __post_init__(self) -> None:
         following = [(layer.norms.attention_in, layer.attention.qkv) for layer in self.layers[1:]]
         readers: list[tuple[NormLayer | None, Linear | None]] = [*following, (self.norm, None)]
-        self.fused = [FusedLayer(layer, *reader) for layer, reader in zip(self.layers, readers, strict=True)]
+        cuts = self.peers is not None and cuts_rows(self.layers)
+        self.fused = [
+            FusedLayer(layer, *reader, cuts=cuts) for layer, reader in zip(self.layers, readers, strict=True)
+        ]
 
     @classmethod
     def of(cls, decoder: Decoder) -> FusedDecoder | None:
@@ -95,13 +100,16 @@ class FusedLayer:
     to_next     the addition of what the mlp gives, and the next layer's norm in front of attention, or the
                 final norm
     next_qkv    the next layer's attention.qkv, or None behind the last layer
+    cuts        whether ranks add to their own rows of the residual alone in long steps (`AddNorm`)
     """
 
-    def __init__(self, layer: DecoderLayer, norm: NormLayer | None, next_qkv: Linear | None) -> None:
+    def __init__(
+        self, layer: DecoderLayer, norm: NormLayer | None, next_qkv: Linear | None, *, cuts: bool = False
+    ) -> None:
         norms, scale = layer.norms, layer.residual_scale
         self.layer = layer
-        self.to_mlp = AddNorm.of(norms.attention_out, scale, norms.mlp_in, layer.peers)
-        self.to_next = AddNorm.of(norms.mlp_out, scale, norm, layer.peers)
+        self.to_mlp = AddNorm.of(norms.attention_out, scale, norms.mlp_in, layer.peers, cuts=cuts)
+        self.to_next = AddNorm.of(norms.mlp_out, scale, norm, layer.peers, cuts=cuts)
         self.next_qkv = next_qkv
         self.links = Links.of(layer, self.to_mlp, self.to_next, next_qkv)
 
@@ -206,6 +214,16 @@ class FusedLayer:
             return for_norm(mlp.down, act_mul(mlp.gate_up(x), mlp.act, False))
         gate_up = mlp.gate_up
         return for_norm(mlp.down, linear_act(x, gate_up.tensors, gate_up.bias, gate_up.scheme, mlp.act))
+
+
+def cuts_rows(layers: Sequence[DecoderLayer]) -> bool:
+    """Return whether ranks gain by adding to their own rows of the residual alone in long steps.
+
+    They do if a reader of a norm takes codes, which are half the bytes. No block may read the residual.
+    """
+    readers = [layer.attention.qkv for layer in layers]
+    readers += [layer.mlp.gate_up for layer in layers if isinstance(layer.mlp, MLP)]
+    return any(map(takes_int8, readers)) and not any(layer.parallel for layer in layers)
 
 
 def _appends(attention: Attention, q: Tensor, step: StepMeta, kv: KVLayer) -> bool:

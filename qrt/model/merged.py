@@ -29,6 +29,9 @@ class AddNorm(NamedTuple):
     scale   what the output is multiplied by
     norm    the norm in front of the next block; without one that block reads the residual
     peers   the ranks whose y add up to the block's output, or None
+    cuts    whether each rank adds to its own rows of the residual alone where the sums are large
+            (`Peers.takes_own`): the ranks put x together, as codes if its reader takes these. The other rows
+            of the residual are left as they are, so all additions of a step must do so
     y may be split sums. The residual [T, H] is changed in place.
     """
 
@@ -36,17 +39,27 @@ class AddNorm(NamedTuple):
     scale: float
     norm: NormLayer | None
     peers: Peers | None = None
+    cuts: bool = False
 
     @classmethod
     def of(
-        cls, behind: NormLayer | None, scale: float, norm: NormLayer | None, peers: Peers | None = None
+        cls,
+        behind: NormLayer | None,
+        scale: float,
+        norm: NormLayer | None,
+        peers: Peers | None = None,
+        *,
+        cuts: bool = False,
     ) -> AddNorm:
         """Return it of norms that `unfused_part` has found to be known."""
         assert behind is None or isinstance(behind, RMSNorm)
-        return cls(behind, scale, norm, peers)
+        return cls(behind, scale, norm, peers, cuts)
 
     def __call__(self, residual: Tensor, y: Tensor) -> Tensor:
         """Return x [T, H]."""
+        if (peers := self._cutting(residual)) is not None:
+            rows = residual[peers.own(len(residual))]
+            return peers.whole(self._alone(rows, peers.sum_own(y)), len(residual))
         norm, (y, words) = self.norm, self._given(y)
         if isinstance(norm, LayerNorm):
             return add_layernorm(residual, y, norm.weight, norm.bias, norm.eps, *self._added(), words)
@@ -62,6 +75,11 @@ class AddNorm(NamedTuple):
 
     def int8(self, residual: Tensor, y: Tensor) -> QuantizedTokens:
         """Return x as codes."""
+        if (peers := self._cutting(residual)) is not None:
+            rows = residual[peers.own(len(residual))]
+            x = self._alone.int8(rows, peers.sum_own(y))
+            codes, scale = (peers.whole(part, len(residual)) for part in (x.codes, x.scale))
+            return QuantizedTokens(codes, scale, x.dtype)
         norm, (y, words) = self.norm, self._given(y)
         if isinstance(norm, LayerNorm):
             own = norm.weight, norm.bias, norm.eps
@@ -76,6 +94,16 @@ class AddNorm(NamedTuple):
         if takes_int8(linear):
             return int8_product(linear, self.int8(residual, y))
         return linear(self(residual, y))
+
+    def _cutting(self, residual: Tensor) -> Peers | None:
+        """Return the ranks where each of them adds to its own rows of the residual alone."""
+        peers = self.peers if self.cuts else None
+        return peers if peers is not None and peers.takes_own(residual) else None
+
+    @property
+    def _alone(self) -> AddNorm:
+        """The same for what is summed over the ranks already."""
+        return self._replace(peers=None)
 
     def _given(self, y: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return y, and the words of the ranks over which the operators sum it."""

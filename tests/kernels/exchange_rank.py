@@ -68,6 +68,12 @@ def check(peers: Peers) -> None:
             assert ((y.double() - want).abs() <= 2**-7 * want.abs() + 1e-6).all()
             assert ((codes * scale[:, None]).double() - want).abs().max() <= 0.02 * want.abs().max()
             same(peers, *results)
+    for tokens in (512, 1001):
+        xs = [x.to(BF16) for x in everyones(peers, (tokens, WIDTH), tokens)]
+        whole = peers.whole(peers.sum_own(xs[peers.rank]), tokens)
+        want = sum(x.double() for x in xs)
+        assert ((whole.double() - want).abs() <= peers.size * 2**-8 * (want.abs() + 4)).all()
+        same(peers, whole)
     for tokens in (1, 31, 32, 100, peers.memory.rows, 1000):
         numbers = [torch.randint(-(2**62), 2**62, (tokens,), generator=torch.Generator().manual_seed(r))
                    & ~(1 << 31) for r in range(peers.size)]  # fmt: skip

@@ -2,6 +2,7 @@
 
 import time
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from qrt.kernels.rmsnorm import kernel
 from qrt.kernels.rmsnorm import ref as rmsnorm_ref
 from qrt.quant import affine
 from rank_memory import Ranks, forked
+from thread_ranks import Meeting, ThreadPeers
 
 EPS = 1e-5
 
@@ -248,6 +250,22 @@ def test_few_rows_go_through_memory(monkeypatch):
     peers.memory = Memory.of([0, 0], 0, 8, 256, peers.device)
     assert peers.through(few) == (few, peers.memory.words)
     assert torch.equal(peers.through(many)[0], many.sum(0)) and peers.through(many)[1] is None
+
+
+@pytest.mark.parametrize("rows", [1, 8, 9])
+def test_own_rows_together_are_the_sum(rows):
+    meeting, xs = Meeting(4), torch.randn(4, rows, 3)
+
+    def of_rank(rank):
+        peers = ThreadPeers(rank, 4, meeting)
+        own = peers.sum_own(xs[rank])
+        return own, peers.whole(own, rows), peers.own(rows)
+
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(of_rank, range(4)))
+    want = xs[0] + xs[1] + xs[2] + xs[3]
+    for own, whole, places in results:
+        assert torch.equal(own, want[places]) and torch.equal(whole, want)
 
 
 def test_operators():

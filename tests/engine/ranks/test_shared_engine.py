@@ -7,12 +7,14 @@ import torch
 
 from qrt.config import EngineConfig
 from qrt.engine.schedule import admission
+from qrt.kernels import peers
 from qrt.quant.spec import Granularity, QuantSpec
 from qrt.sampling_params import SamplingParams
-from thread_ranks import shared_engine
+from thread_ranks import ThreadPeers, shared_engine
 from tiny_models import quantize_checkpoint, random_checkpoint
 
 GROUPS = QuantSpec(4, False, Granularity.GROUP, 32)
+W8A8 = QuantSpec(8, True, Granularity.CHANNEL)
 STEPS = 400
 POOL_BYTES = {"fp16": 300_000, "int8": 100_000, "int4": 60_000}
 
@@ -26,6 +28,7 @@ def folders(tmp_path_factory):
         num_attention_heads=4, num_key_value_heads=2, head_dim=32, num_hidden_layers=2,
     )  # fmt: skip
     quantize_checkpoint(plain, root / "w4a16", "w4a16", GROUPS)
+    quantize_checkpoint(plain, root / "w8a8", "w8a8", W8A8)
     return root
 
 
@@ -50,13 +53,13 @@ def params_of(rng):
     )
 
 
-def driven(config, ranks, seed):
+def driven(config, ranks, seed, arrivals=30):
     """Tokens and log-probabilities of every request under one random load."""
     rng, found = random.Random(seed), {}
     shared = [rng.randrange(200) for _ in range(60)]
     with shared_engine(config, ranks) as (engine, group):
         for step in range(STEPS):
-            if step < 30 and rng.random() < 0.5:
+            if step < arrivals and rng.random() < 0.5:
                 name = str(len(found))
                 prompt = shared[: rng.choice([0, 20, 60])] + [
                     rng.randrange(200) for _ in range(rng.randrange(1, 90))
@@ -69,7 +72,7 @@ def driven(config, ranks, seed):
             for delta in engine.step():
                 assert not delta.error, delta.error
                 found[delta.request_id] += delta.token_ids
-            if not engine.has_work and step > 30:
+            if not engine.has_work and step > arrivals:
                 break
         else:
             pytest.fail("the load has not ended")
@@ -89,3 +92,19 @@ def test_ranks_give_the_tokens_of_one(folders, monkeypatch, scheme, kv, ranks):
     monkeypatch.setattr(admission, "EXPECTED_TOKENS", 4)  # so that some are paused
     found = [driven(config_of(folders / scheme, ranks=n, kv=kv), n, seed=1) for n in (1, ranks)]
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_long_steps_in_own_rows_change_no_token(folders, monkeypatch, ranks):
+    config = config_of(folders / "w8a8", ranks=ranks, kv="int8")
+    want = driven(config, ranks, seed=2, arrivals=8)
+    monkeypatch.setattr(peers, "OWN_ROWS_BYTES", 6 * 4 * 128)  # six rows: some steps are shorter
+    dtypes = set()
+
+    def whole(self, own, rows):
+        dtypes.add(own.dtype)
+        return peers.Peers.whole(self, own, rows)
+
+    monkeypatch.setattr(ThreadPeers, "whole", whole)
+    assert driven(config, ranks, seed=2, arrivals=8) == want
+    assert dtypes == {torch.int8, torch.float32}  # codes, and with them scales; the last norm
