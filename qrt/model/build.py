@@ -186,6 +186,8 @@ class _Layer:
         arch, names = self.arch, self.arch.names
         own = stacks(arch, self.index, self.part)
         linears = {role: self.weights.linear(stack) for role, stack in own.items()}
+        for role in linears.keys() & {"o", "down"}:
+            self._add_once(linears[role])
         norms = Norms(
             *(
                 self._norm(name)
@@ -200,6 +202,14 @@ class _Layer:
             residual_scale=arch.residual_scale,
             peers=self.peers,
         )
+
+    def _add_once(self, linear: Linear | ExpertLinear) -> None:
+        """Leave the bias of a product that is summed over the ranks to the first one.
+
+        The others have zeros: all must run the same kernels.
+        """
+        if self.part.rank > 0 and linear.bias is not None:
+            linear.bias = torch.zeros_like(linear.bias)
 
     def _norm(self, name: str | None) -> NormLayer | None:
         if name is None:
@@ -285,6 +295,7 @@ class _Layer:
         assert experts is not None
         of_each = [expert_stacks(arch, self.index, i, self.part) for i in range(experts.count)]
         gate_up, down = (weights.experts([own[role] for own in of_each]) for role in ("gate_up", "down"))
+        self._add_once(down)
         if gate_up.scheme != down.scheme:
             raise UnsupportedError(
                 f"{self.prefix}.{experts.module}: expected gate, up and down in one scheme, got "

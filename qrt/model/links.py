@@ -60,8 +60,7 @@ class Links(NamedTuple):
 
     def read_digits(self, tokens: int) -> bool:
         """Return whether what the heads attended may come as `Digits`."""
-        several = self.whole is not None and (tokens > 1 or self.whole.peers is not None)
-        return self.start is not None or several
+        return self.start is not None or (self.whole is not None and tokens > 1)
 
 
 def _start(o: Linear, add: AddNorm) -> FromAttention | None:

@@ -154,7 +154,7 @@ class CheckpointWeights:
             ) from error
         self.unquantized += stack.modules if weight.scale is None else ()
         if not stack.bias:
-            weight = replace(weight, bias=None)  # zeros: check_names; or another rank adds it
+            weight = replace(weight, bias=None)  # zeros: check_names
         stacked = torch.cat(read)
         if rows is None or torch.equal(rows, stacked):
             return schemes[0], weight

@@ -80,7 +80,7 @@ def stacks(arch: Arch, index: int, part: Part = WHOLE) -> dict[str, Stack]:
         qkv = (names.qkv,), (q + 2 * kv,)
     found = {
         "qkv": Stack(*qkv, hidden, arch.qkv_bias, _qkv_order(arch, index)),
-        "o": Stack((names.o,), (hidden,), q, arch.o_bias and part.rank == 0),
+        "o": Stack((names.o,), (hidden,), q, arch.o_bias),
     }
     if part != WHOLE:
         own = heads(arch, part)[0]
@@ -126,14 +126,14 @@ def expert_stacks(arch: Arch, index: int, number: int, part: Part = WHOLE) -> di
 
 
 def _of_part(gate_up: Stack, down: Stack, part: Part) -> dict[str, Stack]:
-    """Return the Linears of an mlp with the rank's channels; the bias behind the sum is the first rank's."""
+    """Return the Linears of an mlp with the rank's channels."""
     gate_up, down = replace(gate_up, reader=down.modules[0]), replace(down, ordered=True)
     if part != WHOLE:
         inner = down.in_features
         own = channels(inner, part)
         places = torch.arange(sum(gate_up.outs)).view(-1, inner)[:, own.start : own.stop].flatten()
         gate_up = replace(gate_up, places=places)
-        down = replace(down, bias=down.bias and part.rank == 0, inputs=(own.start, own.stop))
+        down = replace(down, inputs=(own.start, own.stop))
     return {"gate_up": gate_up, "down": down}
 
 

@@ -60,7 +60,6 @@ class ThreadGroup:
         self.peers, *others = (ThreadPeers(rank, size, meeting) for rank in range(size))
         pairs = [socket.socketpair() for _ in others]
         self.sender = OrderSender([ours for ours, _ in pairs])
-        self.sockets = [ours for ours, _ in pairs]
         self.others = []
         self.pool = ThreadPoolExecutor(size)
         self.done = [
@@ -83,8 +82,7 @@ class ThreadGroup:
         yield
 
     def close(self):
-        for end in self.sockets:
-            end.close()
+        self.sender.close()
         for future in self.done:
             future.result(SECONDS)
 

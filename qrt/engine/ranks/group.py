@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 MODULE = "qrt.engine.ranks.process"
 BEAT_SECONDS = 1.0  # time between two signs of life of a rank
+END_SECONDS = 10.0  # time for a rank to end by itself
 BLAME_SECONDS = 1.0  # time for the news of a rank's death, where its absence was noticed first
 SILENT_SECONDS = 30.0  # a rank without a sign of life for so long counts as stopped
 
@@ -114,13 +115,17 @@ class RankGroup:
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 
     def close(self) -> None:
-        """End the other ranks."""
+        """End the other ranks, once they have run what they were told."""
         self._closing = True
+        self._sender.close()
+        self.peers.close()  # NCCL waits here for all of them
         for _, child, life in self._ranks:
             life.close()
-            child.kill()
-            child.wait()
-        self.peers.close()
+            try:
+                child.wait(END_SECONDS)
+            except subprocess.TimeoutExpired:
+                child.kill()
+                child.wait()
 
     def _watch(self) -> None:
         """Wait for the end or the silence of a rank, which counts from its first sign of life on."""

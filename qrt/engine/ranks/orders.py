@@ -57,6 +57,11 @@ class OrderSender:
         assert kind is not Draw
         self._write(kind(replace(plan, decodes=()) if again else plan, again))
 
+    def close(self) -> None:
+        """End the orders."""
+        for end in self._sockets:
+            end.close()
+
     def _write(self, order: Order) -> None:
         body = self._encoder.encode(order)
         message = _LENGTH.pack(len(body)) + body
