@@ -30,6 +30,7 @@ from qrt.kernels.decode_attention.blocks import block_of, measured_block
 from qrt.kernels.gpu import launches_on
 from qrt.kernels.linear import linear_act, linear_act_int8
 from qrt.kernels.linear.product import Epilogue
+from qrt.kernels.peers import Peers
 from qrt.kernels.rmsnorm import embed_rmsnorm
 from qrt.kernels.step import KVLayer, StepMeta
 from qrt.layers.attention import Attention
@@ -47,6 +48,7 @@ from qrt.model.unfused import unfused_part
 from qrt.quant.digits import GROUP, Digits, room_for
 from qrt.quant.kv import KV_FORMATS
 from qrt.quant.tokens import QuantizedTokens
+from qrt.quant.weight import WEIGHT_SCHEMES
 
 logger = logging.getLogger(__name__)
 
@@ -112,6 +114,8 @@ class FusedLayer:
         self.to_next = AddNorm.of(norms.mlp_out, scale, norm, layer.peers, cuts=cuts)
         self.next_qkv = next_qkv
         self.links = Links.of(layer, self.to_mlp, self.to_next, next_qkv)
+        if layer.peers is not None and layer.peers.memory is not None and not self._is_alike(layer.peers):
+            self.links = Links()
 
     def __call__(
         self, qkv: Tensor, residual: Tensor, step: StepMeta, kv: KVLayer, rope: RopeTables
@@ -128,6 +132,19 @@ class FusedLayer:
         """Return what the operators of `qrt.kernels.chain` compute behind the attention of this step."""
         (heads, *_), head_dim = self.layer.attention.qkv_heads, self.layer.attention.head_dim
         return self.links.fitting(heads * head_dim, residual)
+
+    def _is_alike(self, peers: Peers) -> bool:
+        """Return whether the same operators take this layer's part on every rank: they meet each other.
+
+        Parts differ where inputs are out of order, and in their sizes.
+        """
+        o, marks = self.layer.attention.o, 0
+        hidden = WEIGHT_SCHEMES[o.scheme].out_features(o.tensors)
+        for tokens in (1, 2):
+            x = torch.empty(tokens, hidden, dtype=torch.bfloat16, device=peers.device)
+            for link in self.fitting(x):
+                marks = 2 * marks + (link is not None)
+        return len(set(peers.each(marks))) == 1
 
     def epilogues(self, tokens: Tensor) -> dict[str, Epilogue]:
         """Return what the products of o, gate_up and down are asked for where no link fits.

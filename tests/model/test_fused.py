@@ -13,6 +13,8 @@ from cases import one_in
 from hand_steps import Requests
 from qrt.arch.read import read_arch
 from qrt.kernels import chain
+from qrt.kernels.peer_memory import Memory
+from qrt.kernels.peers import Peers
 from qrt.layers.mlp import MLP
 from qrt.model import fused, merged
 from qrt.model.build import build
@@ -294,3 +296,19 @@ def test_fused_on_a_gpu_is_plain(scheme, kv, device):
     """In bf16; a K or V on the edge of a code may be stored as either neighbour."""
     model = make(scheme, device=device, dtype=torch.bfloat16)
     assert distance(model, kv) < (0.2 if "4" in kv else 0.05)
+
+
+def test_ranks_whose_parts_differ_use_no_links(monkeypatch):
+    """A chain on one rank would wait for a chain on another, which runs operators one by one."""
+    links = fused.Links(whole=object())
+    monkeypatch.setattr(fused.Links, "of", classmethod(lambda cls, *parts: links))
+    monkeypatch.setattr(fused.Links, "fitting", lambda self, attended, residual: self)
+    layer = make("w4a16").layers[0]
+    layer.peers = Peers(0, 2, CPU)
+    for others, kept in (([0b100100, 0b100100], True), ([0b100100, 0], False)):
+        monkeypatch.setattr(layer.peers, "each", lambda marks, others=others: [marks, *others[1:]])
+        layer.peers.memory = Memory.of([0, 0], 0, 16, 1024, CPU)
+        assert (fused.FusedLayer(layer, None, None).links is links) == kept
+    layer.peers.memory = None
+    monkeypatch.setattr(layer.peers, "each", None)  # not asked
+    assert fused.FusedLayer(layer, None, None).links is links
