@@ -129,12 +129,6 @@ class Peers:
         _all_gather(every, part)
         return every[:rows]
 
-    def largest(self, x: Tensor) -> Tensor:
-        """Return the largest x int64 [T] of all ranks."""
-        largest = x.clone()
-        dist.all_reduce(largest, dist.ReduceOp.MAX)
-        return largest
-
     def gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
         """Return the columns of all ranks side by side; x [T, N] has `widths[rank]` of them."""
         if len(set(widths)) == 1:
