@@ -209,7 +209,8 @@ class Router:
         """Put the load into the outputs of clients that want it; make some for those that have none."""
         scheduler = self.engine.scheduler
         load = len(scheduler.running) + len(scheduler.waiting), scheduler.waiting.num_tokens
-        if load != self._load_told and now - self._load_sent >= LOAD_SECONDS:
+        rested = now - self._load_sent >= LOAD_SECONDS or not self.engine.has_work  # then the loop may sleep
+        if load != self._load_told and rested:
             self._load_told, self._load_sent = load, now
             for client in self._balancers:
                 _ = self._outputs[client]
