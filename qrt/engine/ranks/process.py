@@ -5,6 +5,7 @@ Rank 0 starts it as `python -m qrt.engine.ranks.process`.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -59,7 +60,8 @@ def _live(life: socket.socket) -> None:
 
 def _die_with(life: socket.socket) -> None:
     """End the process as soon as rank 0 has closed its end."""
-    life.recv(1)
+    with contextlib.suppress(OSError):
+        life.recv(1)
     os._exit(1)
 
 
