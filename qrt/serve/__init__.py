@@ -6,5 +6,6 @@
     http/        what all routes share: connections, bodies, errors, events, the service
     link/        messages to the engine and back; the router, which runs all clients' requests on one engine
 
-A package imports those below it, never those above. `ray_serve` is above all, `settings` below all.
+A package imports those below it, never those above. `ray_serve` and `dynamo` are above all,
+`settings` below all.
 """
