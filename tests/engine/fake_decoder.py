@@ -74,6 +74,7 @@ class FakeDecoder:
     dtype = torch.float32
     device = torch.device("cpu")
     queries = Queries(1, 32)
+    peers = None
 
     def __init__(self, short_context: int = 0) -> None:
         if short_context:
