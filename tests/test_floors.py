@@ -3,6 +3,7 @@
 import ast
 from collections import Counter
 from collections.abc import Mapping
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -48,6 +49,7 @@ TORCH_FREE = (
 )  # fmt: skip
 
 
+@cache
 def modules() -> dict[str, Path]:
     """Dotted name -> file of every module of the three packages."""
     found = {}

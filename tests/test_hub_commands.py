@@ -16,6 +16,7 @@ from qrt import LLM, SamplingParams
 from qrt.assets import model_path
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
+CONVERT = ["convert", "--model", "org/none"]
 MAINS = {
     "serve": "qrt.serve.command.cli",
     "calibrate": "qrt_calibrate.cli",
@@ -137,12 +138,12 @@ print(llm.generate(["The"], greedy, use_tqdm=False)[0].outputs[0].text)
     "name, words",
     [
         ("serve", ["org/none"]),
-        ("serve", ["tiny", "--tokenizer", "org/none"]),
         ("calibrate", ["--model", "org/none", "--bits", "4", "--dry-run"]),
-        ("calibrate", ["convert", "--model", "org/none", "--to", "awq", "--out", "x"]),
         ("calibrate", ["--model", "tiny", "--bits", "4", "--calib", "org/none"]),
         ("eval", ["kld", "pydoc", "--model", "tiny", "--baseline", "org/none"]),
-        ("eval", ["sweep", "--model", "org/none"]),
+        pytest.param("serve", ["tiny", "--tokenizer", "org/none"], marks=pytest.mark.exhaustive),
+        pytest.param("calibrate", [*CONVERT, "--to", "awq", "--out", "x"], marks=pytest.mark.exhaustive),
+        pytest.param("eval", ["sweep", "--model", "org/none"], marks=pytest.mark.exhaustive),
     ],
 )
 def test_missing_model_is_a_one_line_error(name, words, start, tmp_path):
