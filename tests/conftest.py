@@ -1,8 +1,8 @@
 """Share settings and fixtures between all tests.
 
 Without a GPU, `gpu` tests skip and Triton runs in its interpreter. QRT_TEST_PTX executes what Triton compiles
-instead (tools/ptx): `some` runs the tests marked `ptx`, `all` runs all. Tests of the `real` model skip until
-it is made, and `exhaustive` ones unless QRT_TEST_EXHAUSTIVE is set.
+instead (tools/ptx): `some` runs the tests marked `ptx`, exhaustive ones too, `all` runs all. Tests of the
+`real` model skip until it is made, and `exhaustive` ones unless QRT_TEST_EXHAUSTIVE is set.
 """
 
 import gc
@@ -45,7 +45,7 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
         if item.get_closest_marker("real") and not real_model.is_there():
             item.add_marker(pytest.mark.skip(reason=real_model.MISSING))
-        if item.get_closest_marker("exhaustive") and not EXHAUSTIVE:
+        if item.get_closest_marker("exhaustive") and not (EXHAUSTIVE or PTX_TESTS == "some"):
             item.add_marker(pytest.mark.skip(reason="one of many alike; `make exhaustive` runs all"))
 
 
