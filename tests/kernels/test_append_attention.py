@@ -133,7 +133,8 @@ def test_heads_and_head_dims(device, name, Hq, Hkv, D):
     check(step, *TRITON, 2)
 
 
-@pytest.mark.ptx(append=[kernel.append_attention], D=[64, 80])
+@pytest.mark.ptx(append=[kernel.append_attention], D=[64], name=["fp16"])
+@pytest.mark.ptx(append=[kernel.append_attention], D=[80], name=["int8"])
 @BOTH
 @FORMATS
 @pytest.mark.parametrize("dtype, norms", [
