@@ -26,6 +26,7 @@ from qrt.errors import ConfigError
 from qrt.grammar.compiled import Grammars
 from qrt.grammar.vocabulary import Vocabulary
 from qrt.kernels.exchange.choose import choose
+from qrt.kernels.exchange.ref import INT8_GROUP
 from qrt.kernels.gpu import launches_on
 from qrt.kernels.peer_memory import SECONDS
 from qrt.kernels.peers import Peers
@@ -169,6 +170,12 @@ def _load(config: EngineConfig, pooling: Pooling | None, peers: Peers | None) ->
         part = Part(peers.rank, peers.size)
         width = read_arch(checkpoint.config, checkpoint.path).hidden_size
         peers.memory = choose(peers, width, config.exchange, dtype)
+        peers.int8 = config.exchange_dtype == "int8"
+        if peers.int8 and width % INT8_GROUP:
+            raise ConfigError(
+                f"exchange_dtype: expected auto for a hidden size of {width}, got int8, which takes groups "
+                f"of {INT8_GROUP}; leave it out"
+            )
     headless = pooling is not None
     model = load(checkpoint, device=device, dtype=dtype, headless=headless, part=part, peers=peers)
     head = None

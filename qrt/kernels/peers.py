@@ -15,7 +15,8 @@ from qrt.errors import ConfigError
 from qrt.kernels.peer_memory import Memory
 
 START_SECONDS = 1800  # time for the slowest rank to load its part and to compile
-OWN_ROWS_BYTES = 8 << 20  # least bytes of a sum of which each rank may take its own rows alone (`sum_own`)
+OWN_ROWS_BYTES = 8 << 20  # least bytes in 16 bits of a sum of which each rank may take its own rows alone
+INT8_BYTES = 2 << 20  # the same where what ranks add up crosses the link in int8
 EXACT_TOKENS = 4  # most tokens whose sums cross a GPU's link in fp32; those of more cross it in their dtype
 LOCAL = {  # nothing listens beyond this machine, and no NVLink multicast: a fault of it outlives the process
     "GLOO_SOCKET_IFNAME": "lo",
@@ -37,11 +38,13 @@ class Peers:
     size     how many there are
     device   where its tensors are
     memory   through which kernels exchange a few rows (`exchange.choose`); None: all goes by NCCL or gloo
+    int8     whether large sums are exchanged in int8 (`exchange.own_sum`)
     """
 
     def __init__(self, rank: int, size: int, device: torch.device) -> None:
         self.rank, self.size, self.device = rank, size, device
         self.memory: Memory | None = None
+        self.int8 = False
 
     @classmethod
     def join(cls, store: Path, rank: int, size: int, device: torch.device) -> Peers:
@@ -101,8 +104,10 @@ class Peers:
         return total.to(x.dtype)
 
     def takes_own(self, x: Tensor) -> bool:
-        """Return whether x [T, N] is so large that each rank had better take its own rows of the sum."""
-        return x.nbytes >= OWN_ROWS_BYTES and not (self.memory is not None and self.memory.takes(x))
+        """Return whether x [T, N] or [S, T, N] is so large that each rank had better sum its own rows."""
+        if self.memory is not None and self.memory.takes(x):
+            return False
+        return 2 * x.shape[-2] * x.shape[-1] >= (INT8_BYTES if self.int8 else OWN_ROWS_BYTES)
 
     def own(self, rows: int) -> slice:
         """Return which of `rows` rows are this rank's own: as many for each rank, the last may have fewer."""
@@ -119,6 +124,13 @@ class Peers:
         total = padded.new_empty(len(padded) // self.size, *x.shape[1:])
         _reduce_scatter(total, padded)
         return total[: own.stop - own.start]
+
+    def swap(self, x: Tensor) -> Tensor:
+        """Return this rank's own rows of each rank's x [T, N], [R, T / R, N]; T is rounded up."""
+        padded = _padded(x, -(-len(x) // self.size) * self.size)
+        every = torch.empty_like(padded)
+        dist.all_to_all_single(every, padded)
+        return every.unflatten(0, (self.size, -1))
 
     def whole(self, own: Tensor, rows: int) -> Tensor:
         """Return `rows` rows [rows, ...], of which each rank has its own."""

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from qrt.kernels.exchange import own_sum, through
 from qrt.kernels.layernorm import add_layernorm, add_layernorm_int8
 from qrt.kernels.linear import linear_int8, linear_int8_shares, linear_shares
 from qrt.kernels.peers import Peers
@@ -59,7 +60,7 @@ class AddNorm(NamedTuple):
         """Return x [T, H]."""
         if (peers := self._cutting(residual)) is not None:
             rows = residual[peers.own(len(residual))]
-            return peers.whole(self._alone(rows, peers.sum_own(y)), len(residual))
+            return peers.whole(self._alone(rows, own_sum(y, peers)), len(residual))
         norm, (y, words) = self.norm, self._given(y)
         if isinstance(norm, LayerNorm):
             return add_layernorm(residual, y, norm.weight, norm.bias, norm.eps, *self._added(), words)
@@ -77,7 +78,7 @@ class AddNorm(NamedTuple):
         """Return x as codes."""
         if (peers := self._cutting(residual)) is not None:
             rows = residual[peers.own(len(residual))]
-            x = self._alone.int8(rows, peers.sum_own(y))
+            x = self._alone.int8(rows, own_sum(y, peers))
             codes, scale = (peers.whole(part, len(residual)) for part in (x.codes, x.scale))
             return QuantizedTokens(codes, scale, x.dtype)
         norm, (y, words) = self.norm, self._given(y)
@@ -107,7 +108,7 @@ class AddNorm(NamedTuple):
 
     def _given(self, y: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return y, and the words of the ranks over which the operators sum it."""
-        return (y, None) if self.peers is None else self.peers.through(y)
+        return (y, None) if self.peers is None else through(y, self.peers)
 
     def _added(self) -> tuple[Tensor | None, float, float]:
         if self.behind is None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from qrt.kernels.chain import Link, chain, fits
-from qrt.kernels.exchange import exchange_sum, largest
+from qrt.kernels.exchange import exchange_sum, largest, through
 from qrt.kernels.exchange.choose import choose
 from qrt.kernels.peers import Peers
 from qrt.kernels.rmsnorm import add_rmsnorm, add_rmsnorm_int8
@@ -73,7 +73,13 @@ def check(peers: Peers) -> None:
         whole = peers.whole(peers.sum_own(xs[peers.rank]), tokens)
         want = sum(x.double() for x in xs)
         assert ((whole.double() - want).abs() <= peers.size * 2**-8 * (want.abs() + 4)).all()
-        same(peers, whole)
+        peers.int8 = True
+        rounded, _ = through(xs[peers.rank], peers)
+        peers.int8 = False
+        bound = sum(x.float().abs().unflatten(1, (-1, 128)).amax(-1) for x in xs) / 250  # of half a step
+        wrong = (rounded.double() - want).abs().unflatten(1, (-1, 128)).amax(-1)
+        assert (wrong <= bound + 0.05).all() and wrong.max() > 0
+        same(peers, whole, rounded)
     for tokens in (1, 31, 32, 100, peers.memory.rows, 1000):
         numbers = [torch.randint(-(2**62), 2**62, (tokens,), generator=torch.Generator().manual_seed(r))
                    & ~(1 << 31) for r in range(peers.size)]  # fmt: skip

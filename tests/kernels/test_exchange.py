@@ -12,8 +12,9 @@ from operators import check_operator
 from backends import COMPILED, GPU, PTX
 from ptx.values import Fault
 from qrt.kernels import peer_memory
+from qrt.kernels import peers as peers_module
+from qrt.kernels.exchange import int8_kernel, largest, ref, total
 from qrt.kernels.exchange import kernel as exchange
-from qrt.kernels.exchange import largest, ref
 from qrt.kernels.peer_memory import EMPTY, Memory, places_bytes, row_bytes_for, rows_for
 from qrt.kernels.peers import EXACT_TOKENS, Peers
 from qrt.kernels.rmsnorm import kernel
@@ -268,6 +269,40 @@ def test_own_rows_together_are_the_sum(rows):
         assert torch.equal(own, want[places]) and torch.equal(whole, want)
 
 
+@pytest.mark.ptx
+def test_packed_groups_and_their_sum(device):
+    sizes = torch.logspace(-2, 2, 5, device=device)[:, None]
+    xs = (torch.randn(3, 5, 384, device=device) * sizes).half()
+    xs[0, 0, :128] = 0
+    packed = [int8_kernel.exchange_pack(x) for x in xs]
+    for x, (codes, scale) in zip(xs, packed, strict=True):
+        want, its_scale = ref.exchange_pack(x)
+        assert torch.equal(codes, want) and torch.equal(scale, its_scale)
+    codes, scale = (torch.stack(parts) for parts in zip(*packed, strict=True))
+    got = int8_kernel.exchange_unpack(codes, scale, torch.float16)
+    assert COMPILED or torch.equal(got, ref.exchange_unpack(codes, scale, torch.float16))  # else by FMA
+    bound = (scale.sum(0) / 2 * 1.01).repeat_interleave(128, 1)
+    assert ((got.double() - xs.double().sum(0)).abs() <= bound + 2**-10 * got.abs()).all()
+
+
+@pytest.mark.parametrize("rows", [4, 9])
+def test_sums_in_int8_are_close_on_all_ranks(rows, monkeypatch):
+    monkeypatch.setattr(peers_module, "INT8_BYTES", 2 * 4 * 256)
+    meeting, xs = Meeting(4), torch.randn(4, rows, 256)
+
+    def of_rank(rank):
+        peers = ThreadPeers(rank, 4, meeting)
+        peers.int8 = True
+        return total(xs[rank], peers), total(xs[rank, :3], peers)
+
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(of_rank, range(4)))
+    want = xs[0] + xs[1] + xs[2] + xs[3]
+    for long, short in results:
+        assert torch.equal(long, results[0][0]) and torch.equal(short, want[:3])
+        assert 0 < (long - want).abs().max() < 4 * 0.5 * 4.5 / 127
+
+
 def test_operators():
     """Schemas, fakes, and the definition over a group of one rank."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -276,6 +311,10 @@ def test_operators():
         words = Memory.of([0], 0, 8, 256, peers.device).words
         x = torch.randn(2, 3, 64)
         check_operator("exchange_sum", (x, words, torch.float32))
+        check_operator("exchange_pack", (torch.randn(3, 256),))
+        check_operator(
+            "exchange_unpack", (*map(torch.stack, zip(ref.exchange_pack(x[0].repeat(1, 2)))), x.dtype)
+        )
         check_operator("exchange_largest", (torch.tensor([3, -4]), words))
         check_operator("add_rmsnorm", (x[0].clone(), x, x[0, 0], EPS, None, 0.0, 1.0, words))
         assert torch.equal(ref.exchange_sum(x, words, torch.float16), x.sum(0).half())

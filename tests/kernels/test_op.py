@@ -138,7 +138,7 @@ def test_the_schema_is_that_of_the_reference():
 
 
 def test_all_operators_are_known():
-    assert len(NAMES) == 32 and {"linear", "kv_write", "chain", "token_inputs", "route", "experts"} <= set(
+    assert len(NAMES) == 34 and {"linear", "kv_write", "chain", "token_inputs", "route", "experts"} <= set(
         NAMES
     )
 

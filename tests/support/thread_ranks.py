@@ -42,6 +42,13 @@ class ThreadPeers(Peers):
     def _gathered(self, x):
         return [part.clone() for part in self.meeting.all(self.rank, x)]
 
+    def swap(self, x):
+        most = -(-len(x) // self.size)
+        parts = [part[self.own(len(x))] for part in self._gathered(x)]
+        return torch.stack(
+            [torch.cat([part, part.new_zeros(most - len(part), x.shape[1])]) for part in parts]
+        )
+
     def largest(self, x):
         return torch.stack(self.meeting.all(self.rank, x.clone())).amax(0)
 

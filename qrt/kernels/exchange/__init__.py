@@ -16,6 +16,13 @@ all ranks' x. That is the same exchange, in the same launch.
 The definition gathers by torch.distributed. On a GPU a rank writes what it has straight into the memory of
 the others. Where one does not come, the kernel traps after the time that the words say, and CUDA reports an
 error: the process cannot go on.
+
+Large sums may cross the link in int8, between NCCL's kernels (`own_sum`):
+
+exchange_pack(x [T, K]) -> codes int8 [T, K], scale fp32 [T, K / G]
+    x rounded in groups of G = INT8_GROUP of its columns by `affine.quantize_tokens`
+exchange_unpack(codes int8 [R, T, K], scale fp32 [R, T, K / G], dtype) -> [T, K] in dtype
+    the sum of what R ranks have packed, fp32 in their order
 """
 
 from __future__ import annotations
@@ -24,6 +31,7 @@ import torch
 from torch import Tensor
 
 from qrt.kernels.exchange import ref
+from qrt.kernels.exchange.ref import INT8_GROUP
 from qrt.kernels.op import define
 from qrt.kernels.peers import Peers
 
@@ -49,9 +57,48 @@ exchange_largest = define(
 )
 
 
+def _fake_pack(x: Tensor) -> tuple[Tensor, Tensor]:
+    scale = x.new_empty(len(x), x.shape[1] // INT8_GROUP, dtype=torch.float32)
+    return torch.empty_like(x, dtype=torch.int8), scale
+
+
+def _fake_unpack(codes: Tensor, dtype: torch.dtype) -> Tensor:
+    return codes.new_empty(codes.shape[1:], dtype=dtype)
+
+
+exchange_pack = define(
+    ref.exchange_pack,
+    triton="qrt.kernels.exchange.int8_kernel:exchange_pack",
+    fake=_fake_pack,
+)
+
+exchange_unpack = define(
+    ref.exchange_unpack,
+    triton="qrt.kernels.exchange.int8_kernel:exchange_unpack",
+    fake=_fake_unpack,
+)
+
+
+def own_sum(x: Tensor, peers: Peers) -> Tensor:
+    """Return this rank's own rows of the sum of all ranks' x [T, K] or fp32 [S, T, K]; in int8 if asked."""
+    if not peers.int8:
+        return peers.sum_own(x)
+    x = x.sum(0) if x.dim() == 3 else x
+    own = peers.own(len(x))
+    codes, scale = (peers.swap(part) for part in exchange_pack(x))
+    return exchange_unpack(codes, scale, x.dtype)[: own.stop - own.start]
+
+
+def through(x: Tensor, peers: Peers) -> tuple[Tensor, Tensor | None]:
+    """Do as `Peers.through`, in int8 if asked."""
+    if peers.int8 and peers.takes_own(x):
+        return peers.whole(own_sum(x, peers), x.shape[-2]), None
+    return peers.through(x)
+
+
 def total(x: Tensor, peers: Peers) -> Tensor:
     """Return the sum of all ranks' x [T, K], in its dtype: through memory if x fits it, else by the group."""
-    x, words = peers.through(x)
+    x, words = through(x, peers)
     return x if words is None else exchange_sum(x, words, x.dtype)
 
 

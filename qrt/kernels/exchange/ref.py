@@ -8,6 +8,9 @@ from torch import Tensor
 
 from qrt.kernels.peer_memory import ranks_of
 from qrt.kernels.peers import EXACT_TOKENS
+from qrt.quant import affine
+
+INT8_GROUP = 128  # columns that share a scale where what ranks add up crosses the link in int8
 
 
 def exchange_sum(x: Tensor, peers: Tensor, dtype: torch.dtype) -> Tensor:
@@ -23,6 +26,20 @@ def exchange_sum(x: Tensor, peers: Tensor, dtype: torch.dtype) -> Tensor:
 def exchange_largest(x: Tensor, peers: Tensor) -> Tensor:
     """Return the largest x int64 [T] of all ranks."""
     return torch.stack(_every(x, peers)).amax(0)
+
+
+def exchange_pack(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return x [T, K] as codes int8 [T, K] and scale fp32 [T, K / INT8_GROUP]."""
+    codes, scale = affine.quantize_tokens(x.unflatten(1, (-1, INT8_GROUP)))
+    return codes.flatten(1), scale.squeeze(-1)
+
+
+def exchange_unpack(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the sum over R of codes int8 [R, T, K] times scale fp32 [R, T, K / INT8_GROUP]: [T, K]."""
+    total = torch.zeros(codes.shape[1:], device=codes.device)
+    for own, its_scale in zip(codes, scale, strict=True):
+        total += affine.decode_groups(own, its_scale, 0.0)
+    return total.to(dtype)
 
 
 def _every(x: Tensor, peers: Tensor) -> list[Tensor]:

@@ -7,7 +7,15 @@ import json
 from typing import Any
 
 from qrt.cli import add_hub_flags
-from qrt.config import ADMISSIONS, EXCHANGES, GENERATION_CONFIGS, LOAD_FORMATS, POLICIES, EngineConfig
+from qrt.config import (
+    ADMISSIONS,
+    EXCHANGE_DTYPES,
+    EXCHANGES,
+    GENERATION_CONFIGS,
+    LOAD_FORMATS,
+    POLICIES,
+    EngineConfig,
+)
 from qrt.quant.kv import KV_FORMATS
 from qrt.serve.command.pooling_flags import add_pooling
 from qrt.serve.settings import ServerConfig
@@ -194,6 +202,12 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
         default=ENGINE.exchange,
         choices=EXCHANGES,
         help="how those GPUs add up what they compute: through each other's memory, by NCCL, or the faster",
+    )
+    group.add_argument(
+        "--exchange-dtype",
+        default=ENGINE.exchange_dtype,
+        choices=EXCHANGE_DTYPES,
+        help="what they exchange in long steps: int8 has half the bytes of auto, and rounds them",
     )
     group.add_argument(
         "--max-model-len",

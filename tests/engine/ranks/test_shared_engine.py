@@ -1,6 +1,7 @@
 """Ranks that share a model give the tokens of one process, whatever the scheduler does."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -94,11 +95,27 @@ def test_ranks_give_the_tokens_of_one(folders, monkeypatch, scheme, kv, ranks):
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("scheme", ["w4a16", "w8a8"])
+def test_ranks_agree_on_sums_in_int8(folders, monkeypatch, scheme):
+    monkeypatch.setattr(peers, "INT8_BYTES", 6 * 2 * 128)
+    packed = []
+
+    def swap(self, x):
+        packed.append(x.dtype)
+        return own(self, x)
+
+    own = ThreadPeers.swap
+    monkeypatch.setattr(ThreadPeers, "swap", swap)
+    config = replace(config_of(folders / scheme, ranks=2, kv="int8"), exchange_dtype="int8")
+    found = driven(config, 2, seed=2, arrivals=4)
+    assert all(found.values()) and {torch.int8, torch.float32} == set(packed)
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_long_steps_in_own_rows_change_no_token(folders, monkeypatch, ranks):
     config = config_of(folders / "w8a8", ranks=ranks, kv="int8")
     want = driven(config, ranks, seed=2, arrivals=8)
-    monkeypatch.setattr(peers, "OWN_ROWS_BYTES", 6 * 4 * 128)  # six rows: some steps are shorter
+    monkeypatch.setattr(peers, "OWN_ROWS_BYTES", 6 * 2 * 128)  # six rows: some steps are shorter
     dtypes = set()
 
     def whole(self, own, rows):
