@@ -6,6 +6,7 @@ from attention_truth import DTYPES, attend, bound, cache, error, from_basis, rop
 from operators import check_operator
 
 from backends import COMPILED
+from cases import one_in
 from qrt.kernels.decode_attention import append_attention, kernel, ref
 from qrt.kernels.decode_attention.blocks import MEASURED, block_of, measured_block
 from qrt.kernels.decode_attention.plan import cut
@@ -124,11 +125,11 @@ def test_lengths_around_a_tile(device, append, write, name, dtype):
     check(step, append, write, [1, 2, 1, 2, 1, 3, 1])
 
 
-@FORMATS
-@pytest.mark.parametrize("Hq, Hkv, D", [
+@pytest.mark.parametrize("name, heads", one_in(2, ["fp16", "int8"], [
     (3, 1, 80), (16, 1, 64), (7, 7, 96), (14, 2, 128), (4, 2, 256), (6, 2, 80), (8, 2, 128),
-])  # fmt: skip
-def test_heads_and_head_dims(device, name, Hq, Hkv, D):
+]))  # fmt: skip
+def test_heads_and_head_dims(device, name, heads):
+    Hq, Hkv, D = heads
     step = Step(name, [40, 7], Hq, Hkv, D, torch.float16, device, smooth=True, apart=True)
     check(step, *TRITON, 2)
 

@@ -10,6 +10,7 @@ from operators import check_operator
 from torch.nn import functional as F
 
 from backends import COMPILED, GPU
+from cases import one_in
 from qrt.kernels.decode_attention import decode_attention, kernel, plan, ref
 from qrt.kernels.decode_attention.blocks import MEASURED, measured_block
 from qrt.kernels.decode_attention.plan import cut, max_cuts, max_parts, plan_parts
@@ -103,12 +104,12 @@ def test_several_newest_tokens_of_one_request(device, monkeypatch, name, cached,
     assert error(got, want) < bound(name, dtype)
 
 
-@FORMATS
-@pytest.mark.parametrize("Hq,Hkv,D", [
+@pytest.mark.parametrize("name, heads", one_in(2, KV_FORMATS, [
     (3, 1, 80), (16, 1, 64), (7, 7, 96), (14, 2, 128), (4, 2, 256),
     (6, 2, 80), (4, 4, 64), (16, 4, 96), (4, 2, 128),  # where KV heads may be attended in pairs
-])  # fmt: skip
-def test_heads_and_head_dims(device, name, Hq, Hkv, D):
+]))  # fmt: skip
+def test_heads_and_head_dims(device, name, heads):
+    Hq, Hkv, D = heads
     held = cache(name, [40, 7], Hkv, D, torch.float16, device)
     q = queries(2, Hq, D, torch.float16, device, name)
     for attention in (ref.decode_attention, kernel.decode_attention):
