@@ -110,6 +110,8 @@ def latencies(results: list[Result]) -> str:
     for result in results:
         for row in result.get("rows", ()):
             by = f", {row['by']}" if "by" in row else ""
+            ranks = result.get("arguments", {}).get("tensor_parallel_size", 1)
+            by += f", {ranks} GPUs" if ranks > 1 else ""
             rows.append(
                 (
                     f"{result['model']} {row.get('weights', result['weights'])}{by}",
