@@ -69,7 +69,7 @@ def of_rank(arch: Arch, part: Part) -> Arch:
         raise ConfigError(
             f"tensor_parallel_size: expected one of {', '.join(map(str, able))}, got {part.ranks}; "
             f"{arch.name} has {arch.num_heads} heads and {arch.num_kv_heads} KV heads, of which a rank has "
-            f"whole ones, and mlps of {inner}"
+            f"whole ones, {arch.vocab_size} tokens in units of {HEAD_ROWS}, and mlps of {inner}"
         )
     own, (q, kv), inner_size = arch.experts, heads(arch, part), arch.intermediate_size
     if own is not None:
