@@ -69,7 +69,10 @@ def build_engine(arguments: Namespace, **limits: Any) -> Engine:
         if given and not arguments.shape:
             raise ConfigError(f"{flag}: expected --shape beside it, got a checkpoint; leave the flag out")
     ranks = arguments.tensor_parallel_size
-    own = {"kv": arguments.kv, "enable_prefix_caching": False, "tensor_parallel_size": ranks, **limits}
+    shared = {
+        name: getattr(arguments, name) for name in ("tensor_parallel_size", "exchange", "exchange_dtype")
+    }
+    own = {"kv": arguments.kv, "enable_prefix_caching": False, **shared, **limits}
     if not arguments.shape:
         engine = Engine(EngineConfig(arguments.model, **own))
     else:

@@ -74,7 +74,7 @@ def main() -> None:
     while not line.endswith(b"\n"):
         line += life.recv(1 << 16)
     spec = msgspec.json.decode(line, type=RankSpec)
-    set_up_logging(spec.level, f"rank-{spec.rank} pid={os.getpid()}")
+    set_up_logging(spec.level, f"rank-{spec.rank} {spec.engine.device} pid={os.getpid()}")
     for run in (_live, _die_with):
         threading.Thread(target=run, args=[life], daemon=True).start()
     sys.exit(run_main(lambda: serve(spec)))

@@ -45,6 +45,17 @@ def test_compare_has_rows_of_qrt_and_transformers(tmp_path):
     assert [row["kv_bytes_per_step"] for row in theirs] == [n * 9 * 2 * 2 * 32 * 2 * 2 for n in (1, 2)]
 
 
+@pytest.mark.slow
+def test_ranks_are_timed_and_named(tmp_path):
+    file = tmp_path / "out.json"
+    words = f"latency --shape small --kv int8 --batch 1 --input-len 7 --output-len 4 -tp 2 --json {file}"
+    assert main(words.split()) == 0
+    result = checked(file)
+    weights = 2 * (128 * 256 + 128 * 128 + 3 * 128 * 256) // 2 + 128 * 128
+    assert result["rows"][0]["weight_bytes_per_step"] < 2 * weights
+    assert "| small w4a16, 2 GPUs | int8 |" in latencies([result])
+
+
 def test_one_slow_step_of_a_hundred_is_not_the_99th_percentile():
     row = latency.summary(4, 8, 101, 0.5, [0.010] * 99 + [1.0])
     assert row["decode_ms_per_step"] == pytest.approx(10) and row["decode_tokens_per_s"] == pytest.approx(400)
