@@ -295,7 +295,6 @@ def test_use_in_a_fork_is_refused(llm):
 def test_vllm_settings_that_change_nothing_are_accepted():
     """Scripts hand them on with vLLM's defaults; asking for anything else is refused by name."""
     asked = {
-        "tensor_parallel_size": 1,
         "trust_remote_code": False,
         "quantization": None,
         "tokenizer_mode": "auto",

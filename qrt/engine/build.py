@@ -25,7 +25,6 @@ from qrt.engine.step.table import RequestTable
 from qrt.errors import ConfigError
 from qrt.grammar.compiled import Grammars
 from qrt.grammar.vocabulary import Vocabulary
-from qrt.kernels.exchange.choose import choose
 from qrt.kernels.exchange.ref import INT8_GROUP
 from qrt.kernels.gpu import launches_on
 from qrt.kernels.peer_memory import SECONDS
@@ -169,7 +168,12 @@ def _load(config: EngineConfig, pooling: Pooling | None, peers: Peers | None) ->
     if peers is not None:
         part = Part(peers.rank, peers.size)
         width = read_arch(checkpoint.config, checkpoint.path).hidden_size
-        peers.memory = choose(peers, width, config.exchange, dtype)
+        if device.type == "cuda":
+            from qrt.kernels.exchange.choose import (
+                choose,
+            )  # imports Triton, which is installed only with GPUs
+
+            peers.memory = choose(peers, width, config.exchange, dtype)
         peers.int8 = config.exchange_dtype == "int8"
         if peers.int8 and width % INT8_GROUP:
             raise ConfigError(

@@ -51,11 +51,11 @@ def follow(runner: Runner, orders: OrderReader) -> None:
 def _live(life: socket.socket) -> None:
     """Show signs of life; end the process when rank 0 ends, even in the middle of a kernel."""
     while True:
-        time.sleep(BEAT_SECONDS)
         try:
             life.sendall(b".")
         except OSError:
             os._exit(1)
+        time.sleep(BEAT_SECONDS)
 
 
 def _die_with(life: socket.socket) -> None:

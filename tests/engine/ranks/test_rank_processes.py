@@ -48,8 +48,12 @@ def two(folder):
         [sys.executable, "-c", PROGRAM, str(folder)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-    yield process, json.loads(process.stdout.readline())
+    said = json.loads(process.stdout.readline())
+    yield process, said
     process.kill()
+    for rank in said["ranks"]:  # one that outlives a failed test would keep the pipes open
+        if not is_gone(rank):
+            os.kill(rank, signal.SIGKILL)
     process.communicate()
 
 

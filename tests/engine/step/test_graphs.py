@@ -219,7 +219,7 @@ class Recording(list):
         monkeypatch.setattr(torch.cuda, "graph", self.graph)
 
     @contextmanager
-    def graph(self, graph, pool, stream):
+    def graph(self, graph, pool, stream, mode):
         self.append(gc.isenabled())
         yield
 
