@@ -1,7 +1,7 @@
 """The part of a model that one of several ranks has: heads, channels of the mlps, rows of the head.
 
-A rank is an ordinary model with fewer heads and narrower mlps. What it computes of attention and of an mlp is
-added up over the ranks; embedding, norms and routers are whole on each.
+A rank is an ordinary model with fewer heads and narrower mlps. The outputs of attention and of the mlps are
+summed over the ranks. Embedding, norms and routers are whole on each rank.
 """
 
 from __future__ import annotations

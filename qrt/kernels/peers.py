@@ -89,7 +89,7 @@ class Peers:
     def sum(self, x: Tensor) -> Tensor:
         """Return the sum over all ranks of x [T, N], or of the shares fp32 [S, T, N], as [T, N].
 
-        All ranks get the same bits. A sum of shares comes in fp32.
+        All ranks get the same bits. A sum of shares comes in fp32. On a GPU it may take the place of x.
         """
         if x.dim() == 3:
             x = x.sum(0)

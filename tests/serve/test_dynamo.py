@@ -123,7 +123,7 @@ def test_aborts_refusals_and_the_end(context):
         left = context("d")
         left.stop_generating()
         assert (await chunks(engine, asked(), left))[0]["finish_reason"] == "cancelled"
-        await engine.abort(left)  # no longer there: nothing happens
+        await engine.abort(left)  # it has ended, so nothing happens
         for request, match in (
             (asked(ids=[]), "at least one token"),
             (asked(ids=[5] * 600), "expected at most 511 tokens"),
