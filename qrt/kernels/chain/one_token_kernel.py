@@ -7,11 +7,11 @@ for each other between products. The other warps multiply 16 rows at a time with
 tile of the inputs, and their sums are added in shared memory at the end of a product. Every program computes
 the whole input of a product, norm included.
 
-A rank of several has its part of o and down. Its programs write their outputs in fp32 into the memory of the
-other ranks too (`exchange.device` says how), and every program adds up all ranks' vectors, in the order of
-ranks. The last row of the memory is for this kernel alone: copy 0 for o, copy 1 for down. A program empties
-the outputs of a copy that it will write elsewhere next: another rank writes there again only when it has
-those. That is a product later, and when all programs here have read them.
+A rank of several has its part of o and down. The programs of all ranks that have the same outputs meet alone:
+each writes its sums in fp32 into the memory of all ranks (`exchange.device` says how), adds up what has come
+for it, and stores the total for the programs of its own GPU. The last row of the memory is for this kernel
+alone: copy 0 for o, copy 1 for down. A program empties a place when it has read it. Another rank writes there
+again a layer later, when it has this program's outputs of the other product, which follow behind a barrier.
 
 As the programs wait for each other, all of them must get an SM in the end. Other work on the GPU may be slow,
 but must not wait for them.
@@ -168,14 +168,11 @@ def _work(
     operands = (x, totals, sums)
     i = 0
     gdc_wait()
-    if PEERS is not None:
-        _empty_rows(PEERS, 1, HIDDEN, UNITS, RANKS)
     _take(x, totals, X, ATTENDED, RUNS)
     i = _product(O_OUT, None, PEERS, 0, ring, operands, i, HIDDEN, ATTENDED, UNITS, PLANES, RUNS, SCALE,
                  ASYMMETRIC, RAW, AFFINE, DOT, RANKS, WARPS, STAGES)  # fmt: skip
     _meet(ARRIVALS, 0)
-    added = _added(O_OUT, PEERS, 0, _inputs(HIDDEN, x), HIDDEN, RANKS, x.dtype)
-    normal = _add_norm(x, RESIDUAL, added, ATTENTION_OUT, factor, MLP_NORM, MIDDLE, eps, HIDDEN)
+    normal = _add_norm(x, RESIDUAL, O_OUT, ATTENTION_OUT, factor, MLP_NORM, MIDDLE, eps, HIDDEN)
     _give(x, totals, normal, RUNS)
     CHUNKS: gl.constexpr = (HIDDEN + SPAN - 1) // SPAN
     row = 0
@@ -190,14 +187,11 @@ def _work(
     gate, up = _rows(sums, 0, UNITS).to(DOT).to(gl.float32), _rows(sums, UNITS, UNITS).to(DOT).to(gl.float32)
     _store_rows(ACTIVE, None, activated(gate, ACT, False).to(DOT).to(gl.float32) * up, INNER)
     _meet(ARRIVALS, 1)
-    if PEERS is not None:
-        _empty_rows(PEERS, 0, HIDDEN, UNITS, RANKS)
     _take(x, totals, ACTIVE, INNER, RUNS)
     i = _product(DOWN_OUT, None, PEERS, 1, ring, operands, i, HIDDEN, INNER, UNITS, PLANES, RUNS, SCALE,
                  ASYMMETRIC, RAW, AFFINE, DOT, RANKS, WARPS, STAGES)  # fmt: skip
     _meet(ARRIVALS, 2)
-    added = _added(DOWN_OUT, PEERS, 1, _inputs(HIDDEN, x), HIDDEN, RANKS, x.dtype)
-    normal = _add_norm(x, MIDDLE, added, MLP_OUT, factor, NORM, RESIDUAL, eps, HIDDEN)
+    normal = _add_norm(x, MIDDLE, DOWN_OUT, MLP_OUT, factor, NORM, RESIDUAL, eps, HIDDEN)
     gdc_launch_dependents()
     if WIDTH:
         _give(x, totals, normal, RUNS)
@@ -261,8 +255,8 @@ def _take(x, totals, X, COUNT: gl.constexpr, RUNS: gl.constexpr):
 
 
 @gluon.jit
-def _add_norm(x, RESIDUAL, added, BEHIND, factor, WEIGHT, SUM, eps, COUNT: gl.constexpr):
-    """Compute SUM = RESIDUAL + factor * norm(added), and return its norm, rounded as in `add_rmsnorm`.
+def _add_norm(x, RESIDUAL, ADDED, BEHIND, factor, WEIGHT, SUM, eps, COUNT: gl.constexpr):
+    """Compute SUM = RESIDUAL + factor * norm(ADDED), and return its norm, rounded as in `add_rmsnorm`.
 
     BEHIND and WEIGHT are the weights of the norms, or None where a norm is absent.
     """
@@ -273,6 +267,7 @@ def _add_norm(x, RESIDUAL, added, BEHIND, factor, WEIGHT, SUM, eps, COUNT: gl.co
     if WEIGHT is not None:
         weight = gl.load(WEIGHT + k, mask=real, other=0.0).to(gl.float32)
     residual = gl.load(RESIDUAL + k, mask=real, other=0.0, cache_modifier=".cg").to(gl.float32)
+    added = gl.load(ADDED + k, mask=real, other=0.0, cache_modifier=".cg").to(gl.float32)
     if BEHIND is not None:
         added = _normal(added, behind, eps, COUNT, BEHIND.dtype.element_ty, True, x.dtype).to(gl.float32)
     if factor is not None:
@@ -286,57 +281,12 @@ def _add_norm(x, RESIDUAL, added, BEHIND, factor, WEIGHT, SUM, eps, COUNT: gl.co
 
 
 @gluon.jit
-def _added(Y, PEERS, COPY: gl.constexpr, k, COUNT: gl.constexpr, RANKS: gl.constexpr, DTYPE: gl.constexpr):
-    """Return what a product gives over all ranks, rounded to DTYPE, as fp32: this one's is in Y [COUNT]."""
-    real = k < COUNT
-    if PEERS is None:
-        return gl.load(Y + k, mask=real, other=0.0, cache_modifier=".cg").to(gl.float32)
-    else:
-        words = words_of(PEERS, RANKS)
-        LAYOUT: gl.constexpr = k.type.layout
-        total = gl.zeros([k.shape[0]], gl.float32, LAYOUT)
-        for source in gl.static_range(RANKS):
-            place = _vector(words, 0, COPY, source, RANKS)
-            if source == words[_RANK]:
-                place = Y.to(gl.pointer_type(gl.int32))
-            bits = gl.load(place + k, mask=real, other=0, volatile=True)
-            started = words[_PATIENCE] * 0
-            while gl.max((bits == EMPTY).to(gl.int32), 0) > 0:
-                started = patient(started, words[_PATIENCE])
-                bits = gl.load(place + k, mask=real, other=0, volatile=True)
-            total += bits.to(gl.float32, bitcast=True)
-        return total.to(DTYPE).to(gl.float32)
-
-
-@gluon.jit
-def _vector(words, OTHER: gl.constexpr, COPY: gl.constexpr, source, RANKS: gl.constexpr):
-    """Return a pointer to what `source` writes into the block of a rank, OTHER ranks behind this one."""
-    row = (COPY * RANKS + source + 1) * words[_ROWS] - 1
-    return tl.multiple_of(
-        (words[_BLOCKS + OTHER] + row * words[_ROW_BYTES]).to(gl.pointer_type(gl.int32)), 16
-    )
-
-
-@gluon.jit
 def _own_rows(N: gl.constexpr, UNITS: gl.constexpr, LAYOUT: gl.constexpr):
     """Return the outputs of this program's units of N, [UNITS, 16]; some may be N or more."""
     unit = gl.arange(0, UNITS, layout=gl.SliceLayout(1, LAYOUT))
     row = gl.arange(0, 16, layout=gl.SliceLayout(0, LAYOUT))
     first = (gl.program_id(0) + gl.num_programs(0) * unit) * 16
     return gl.expand_dims(first, 1) + gl.expand_dims(row, 0)
-
-
-@gluon.jit
-def _empty_rows(PEERS, COPY: gl.constexpr, N: gl.constexpr, UNITS: gl.constexpr, RANKS: gl.constexpr):
-    """Empty this program's outputs of N in what the other ranks have written here."""
-    words = words_of(PEERS, RANKS)
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [2, 16], [gl.num_warps(), 1], [1, 0])
-    at = _own_rows(N, UNITS, LAYOUT)
-    for source in gl.static_range(RANKS):
-        place = _vector(words, 0, COPY, source, RANKS)
-        gl.store(
-            place + at, gl.full([UNITS, 16], EMPTY, gl.int32, LAYOUT), (at < N) & (source != words[_RANK])
-        )
 
 
 @gluon.jit
@@ -364,7 +314,7 @@ def _product(
     ASYMMETRIC: gl.constexpr, RAW: gl.constexpr, AFFINE: gl.constexpr, DOT: gl.constexpr,
     RANKS: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Compute this program's units of OUT [N] = W [N, K] x + BIAS, if any; write them to PEERS too."""
+    """Compute this program's units of OUT [N] = W [N, K] x + BIAS, if any; over all ranks with PEERS."""
     x, totals, sums = operands
     CHUNKS: gl.constexpr = (K + PLANES * 64 * WARPS - 1) // (PLANES * 64 * WARPS)
     row = 0
@@ -375,22 +325,41 @@ def _product(
         row += 1
     values = _rows(sums, 0, UNITS)
     if PEERS is not None:
-        values = _send_rows(PEERS, COPY, values, N, RANKS)
+        values = _over_ranks(PEERS, COPY, values, N, RANKS)
     _store_rows(OUT, BIAS, values, N)
     return i
 
 
 @gluon.jit
-def _send_rows(PEERS, COPY: gl.constexpr, values, N: gl.constexpr, RANKS: gl.constexpr):
-    """Write this program's units, values [units, 16], to all other ranks; return them as they read them."""
+def _over_ranks(PEERS, COPY: gl.constexpr, values, N: gl.constexpr, RANKS: gl.constexpr):
+    """Return the sum over all ranks of this program's units, values [units, 16], in the order of ranks."""
     words = words_of(PEERS, RANKS)
-    LAYOUT: gl.constexpr = values.type.layout
-    at = _own_rows(N, values.shape[0], LAYOUT)
+    at = _own_rows(N, values.shape[0], values.type.layout)
     bits = values.to(gl.int32, bitcast=True)
     bits = gl.where(bits == EMPTY, 0, bits)
-    for other in gl.static_range(1, RANKS):
-        gl.store(_vector(words, other, COPY, words[_RANK], RANKS) + at, bits, at < N)
-    return bits.to(gl.float32, bitcast=True)
+    for other in gl.static_range(RANKS):
+        gl.store(_place(words, other, COPY, words[_RANK], RANKS) + at, bits, at < N)
+    SOURCES: gl.constexpr = triton.next_power_of_2(RANKS)
+    ALL: gl.constexpr = gl.BlockedLayout([SOURCES, 1, 1], [1, 2, 16], [1, gl.num_warps(), 1], [2, 1, 0])
+    at = gl.expand_dims(_own_rows(N, values.shape[0], gl.SliceLayout(0, ALL)), 0)
+    source = gl.arange(0, SOURCES, layout=gl.SliceLayout(1, gl.SliceLayout(2, ALL)))
+    source = gl.expand_dims(gl.expand_dims(source, 1), 2)
+    place, inside = _place(words, 0, COPY, source, RANKS) + at, (at < N) & (source < RANKS)
+    come = gl.load(place, mask=inside, other=0, volatile=True)
+    started = words[_PATIENCE] * 0
+    while gl.max(gl.max(gl.max((come == EMPTY).to(gl.int32), 2), 1), 0) > 0:
+        started = patient(started, words[_PATIENCE])
+        come = gl.load(place, mask=inside, other=0, volatile=True)
+    tl.debug_barrier()  # several threads have a copy of each
+    gl.store(place, gl.full(come.shape, EMPTY, gl.int32, ALL), inside)
+    return gl.sum(come.to(gl.float32, bitcast=True), 0)
+
+
+@gluon.jit
+def _place(words, OTHER: gl.constexpr, COPY: gl.constexpr, source, RANKS: gl.constexpr):
+    """Return pointers to what each `source` writes into the block of a rank, OTHER ranks behind this one."""
+    row = (COPY * RANKS + source + 1) * words[_ROWS] - 1
+    return (words[_BLOCKS + OTHER] + row * words[_ROW_BYTES]).to(gl.pointer_type(gl.int32))
 
 
 @gluon.jit
@@ -489,8 +458,7 @@ def one_token(
     longest = max(next_power_of_2(max(x.shape[1], hidden, inner)), planes * 64 * WARPS)
     units = next_power_of_2(cdiv(max(hidden, inner, width), UNIT * programs))
     middle = torch.empty_like(residual)
-    outs = middle.dtype if peers is None else torch.float32
-    o_out, down_out = (torch.empty_like(residual, dtype=outs) for _ in range(2))
+    o_out, down_out = (torch.empty_like(residual) for _ in range(2))
     active, out = x.new_empty(1, inner), x.new_empty(1, width or hidden)
     kernel = variant(
         _one_token, HIDDEN=hidden, ATTENDED=x.shape[1], INNER=inner, WIDTH=width, LONGEST=longest,
