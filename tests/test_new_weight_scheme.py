@@ -128,7 +128,7 @@ def test_commands_offer_it(capsys):
     with pytest.raises(SystemExit):
         cli.main(["--help"])
     out = " ".join(capsys.readouterr().out.split())
-    for words in ("{3,4,8}", "awq-gptq for w3a16", "store zero points (default for w4a16, w3a16)"):
+    for words in ("{3,4,8}", "awq-gptq for w3a16", "store zero points (default for w4a16, w4a8, w3a16)"):
         assert words in out
     assert weight_only()[3] == "w3a16" and recipe_of({"bits": 3}).method == "awq-gptq"
     assert sweep._schemes("--weights", ["16", "3", "w3a16"]) == ("fp16", "w3a16")

@@ -17,9 +17,12 @@ from qrt.model.build import build
 from qrt.model.decoder import Decoder
 from qrt.model.stacks import Stack
 from qrt.quant import e2m1
+from qrt.quant.progressive import round_channel
 from qrt.quant.spec import Codes, Granularity, QuantSpec
 from qrt.quant.weight import WEIGHT_SCHEMES, WeightData
 from qrt.quant.weight.head import head_grid
+
+STEPS = (5, 15)  # of progressive groups, and behind the last: as spread as other scales, in int8 for any zero
 
 
 def random_model(
@@ -145,6 +148,9 @@ class RandomWeights:
         variance = e2m1.MEAN_SQUARE if floats else ((spec.levels - 1) ** 2 - 1) / 12
         scale = torch.rand(groups, generator=self.random, dtype=torch.float32, device=self.device) + 0.5
         scale *= (variance * in_features) ** -0.5
+        if spec.progressive:
+            steps = self._integers(*STEPS, groups)
+            scale = steps * round_channel(scale[:, :1] * (2 / sum(STEPS)), self.dtype)
         scale = scale.log2().round().exp2().bfloat16() if floats else scale.to(self.dtype)
         return WeightData(codes, scale, zero, bias=bias, bits=spec.bits, codes=spec.codes)
 

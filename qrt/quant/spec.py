@@ -32,7 +32,8 @@ class QuantSpec:
     """A grid: codes 0..2^bits-1, and how many share a scale.
 
     Integers have the value (code - zero) * scale. Symmetric grids have no stored zero: it is 2^(bits-1). A
-    grid of floats is symmetric.
+    grid of floats is symmetric. The group scales of a progressive one are steps of one scale a channel
+    (`qrt.quant.progressive`).
     """
 
     bits: int
@@ -40,6 +41,7 @@ class QuantSpec:
     granularity: Granularity
     group_size: int | None = None
     codes: Codes = Codes.INTEGERS
+    progressive: bool = False
 
     def __post_init__(self) -> None:
         if not 2 <= self.bits <= 8:
@@ -53,6 +55,8 @@ class QuantSpec:
         if self.codes is Codes.E2M1 and (self.bits, self.symmetric) != (4, True):
             kind = "symmetric" if self.symmetric else "asymmetric"
             raise ConfigError(f"e2m1 codes: expected 4 bits without zero points, got {kind} {self.bits} bits")
+        if self.progressive and (self.bits, self.codes) != (4, Codes.INTEGERS):
+            raise ConfigError(f"progressive groups: expected 4-bit integers, got {self.bits} bits")
         if self.group_size is not None and self.group_size < 1:
             raise ConfigError(f"group_size: expected a positive number, got {self.group_size}")
 

@@ -149,7 +149,7 @@ def test_figures_of_a_table_in_a_pipe_are_whole(run, llama):
             1,
             "override: expected PATTERN=SCHEME or {match: ..., scheme: ...}, got 'o_proj'",
         ),
-        (["--override", "o_proj=w2a16"], 1, "scheme: expected one of w8a16, w4a16, w8a8, got 'w2a16'"),
+        (["--override", "o_proj=w2a16"], 1, "scheme: expected one of w8a16, w4a16, w8a8, w4a8, got 'w2a16'"),
         (["--override", "nothing=w8a16"], 1, "an override 'nothing' matches no Linear"),
         (["--override", "q_proj=w8a16"], 1, "engines run model.layers.0.self_attn.qkv_proj as one Linear"),
         (["--damp", "0"], 1, "--damp: expected a number above 0 and at most 1, got 0.0"),

@@ -147,8 +147,8 @@ def test_pareto_front():
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
-        ("--weights 16 w4a8", ["--weights", "'w4a8'", "w4a16"]),
-        ("--weights 16,w4a8", ["--weights", "'w4a8'"]),
+        ("--weights 16 w2a8", ["--weights", "'w2a8'", "w4a16"]),
+        ("--weights 16,w2a8", ["--weights", "'w2a8'"]),
         ("--weights ,", ["--weights", "''"]),
         ("nothing.txt", ["nothing.txt"]),
         (

@@ -280,7 +280,7 @@ def test_what_build_returns_runs_fused():
 
 
 @pytest.mark.usefixtures("as_on_a_hopper_gpu")
-@pytest.mark.parametrize(("scheme", "kv"), one_in(2, WEIGHT_SCHEMES, KV_FORMATS))
+@pytest.mark.parametrize(("scheme", "kv"), one_in(2, [s for s in WEIGHT_SCHEMES if s != "w4a8"], KV_FORMATS))
 def test_fused_for_a_gpu_is_plain(scheme, kv, called):
     assert distance(make(scheme, dtype=torch.bfloat16), kv) < 0.02
     chained = {"chain"} if scheme in ("w4a16", "w8a16") else set()

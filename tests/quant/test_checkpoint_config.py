@@ -40,7 +40,6 @@ REFUSED = [
     ("w4", grid("type", "float"), r"weights\.type: expected 'int', got 'float'; start .* qrt-calibrate"),
     ("w4", grid("strategy", "tensor"), r"weights\.strategy: expected .*, got 'tensor'"),
     ("w4", grid("dynamic", True), r"weights\.dynamic: expected .*, got True"),
-    ("w4", activations(), "got .*4-bit group weights and int8 activations;"),
     (
         "w8a8",
         activations(dynamic=False, strategy="tensor"),

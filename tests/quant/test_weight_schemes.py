@@ -46,9 +46,11 @@ PLACES = {4: (0, 8, 4, 12), 8: (0, 8)}  # of a word's planes, by the docstring
 def test_tiles_are_laid_out_as_documented(bits, group, words):
     planes = 16 // bits
     weight = random_weight(128, 4 * planes * words, bits, group, symmetric=False)
-    packed, scale, zero, perm, arrivals = WEIGHT_SCHEMES[f"w{bits}a16"].prepare(weight, CPU, torch.float32)
+    packed, scale, zero, perm, arrivals, *absent = WEIGHT_SCHEMES[f"w{bits}a16"].prepare(
+        weight, CPU, torch.float32
+    )
     assert packed.shape == (2, 4, 64, words) and packed.dtype == torch.int16 and packed.is_contiguous()
-    assert not perm.numel() and arrivals.tolist() == [0] * 128
+    assert not any(map(len, (perm, *absent))) and arrivals.tolist() == [0] * 128
     runs = scale.shape[2] * scale.shape[4]
     for block, tile, row, j in ((0, 0, 0, 0), (1, 3, 63, words - 1), (1, 0, 5, 17), (0, 2, 40, 3)):
         word = packed[block, tile, row, j].item() & 0xFFFF

@@ -16,6 +16,7 @@ from qrt.kernels.linear.tiles import (
     make_digits_kernel,
     wide_kernel,
 )
+from qrt.quant.progressive import Progressive
 from qrt.quant.weight import WEIGHT_SCHEMES
 from qrt.quant.weight.base import Layout, WeightData
 from qrt.quant.weight.tiles import tile
@@ -62,4 +63,8 @@ def meta_weight(scheme, k=4096, n=6144, dtype=torch.bfloat16):
         torch.empty(n, groups, dtype=dtype, device=META),
     )
     weight = WeightData(codes, scale, zero, bits=kind.spec.bits, codes=kind.spec.codes)
-    return tile(weight, META) if kind.layout is Layout.TILES else kind.prepare(weight, META, dtype)
+    if kind.layout is not Layout.TILES:
+        return kind.prepare(weight, META, dtype)
+    steps = torch.empty(n, groups, dtype=torch.uint8, device=META)
+    split = Progressive(steps, steps, torch.empty(n, device=META)) if kind.spec.progressive else None
+    return tile(weight, META, split)

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from qrt.quant.progressive import round_channel
 from qrt.quant.spec import Codes
 from qrt.quant.weight import WeightData
 
@@ -10,15 +11,25 @@ from qrt.quant.weight import WeightData
 def random_weight(
     n: int, k: int, bits: int, group: int | None = None, *, symmetric: bool = True,
     dtype: torch.dtype = torch.float32, perm: bool = False, device: str | torch.device = "cpu", seed: int = 0,
+    progressive: bool = False,
 ) -> WeightData:  # fmt: skip
-    """Return random codes and zero points, scales within a factor of 3, weights of about 1 / sqrt(k)."""
+    """Return random codes and zero points, scales within a factor of 3, weights of about 1 / sqrt(k).
+
+    Progressive scales are any steps that the zero point allows, of a scale of each row.
+    """
     gen = torch.Generator(device).manual_seed(seed)
     shape = (n, k // (group or k))
     scale = torch.rand(shape, generator=gen, device=device) + 0.5
     zero = torch.randint(0, 1 << bits, shape, generator=gen, device=device, dtype=torch.uint8)
+    scale /= k**0.5 * (1 << (bits - 1))
+    if progressive:
+        center = torch.full_like(zero, 8) if symmetric else zero
+        most = torch.minimum(128 // center.clamp(min=1), 127 // (15 - center).clamp(min=1)).clamp(max=16)
+        steps = (torch.rand(shape, generator=gen, device=device) * most).floor() + 1
+        scale = steps * round_channel(scale[:, :1] / 8, dtype)
     return WeightData(
         torch.randint(0, 1 << bits, (n, k), generator=gen, device=device, dtype=torch.uint8),
-        (scale / (k**0.5 * (1 << (bits - 1)))).to(dtype),
+        scale.to(dtype),
         None if symmetric else zero,
         torch.randperm(k, generator=gen, device=device) if perm else None,
         bits=bits,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -135,7 +135,12 @@ def read_group(where: str, name: str, entry: Any, default_format: Any) -> Group:
         assert kind.spec is not None
         if (kind.stored, kind.spec.bits, kind.int8_tokens) == (layout, bits, activations is not None):
             granularity = Granularity(weights["strategy"])
-            spec = QuantSpec(bits, weights["symmetric"], granularity, weights["group_size"])
+            spec = replace(
+                kind.spec,
+                symmetric=weights["symmetric"],
+                granularity=granularity,
+                group_size=weights["group_size"],
+            )
             if LAYOUTS[layout].holds(spec):
                 decode = partial(LAYOUTS[layout].decode, spec=spec)
                 return Group(patterns(where, entry.get("targets")), scheme, spec, decode)

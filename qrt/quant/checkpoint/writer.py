@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from qrt.errors import UnsupportedError
+from qrt.quant import progressive
 from qrt.quant.checkpoint.compressed_tensors import quantization_config, target_of
 from qrt.quant.checkpoint.config_group import layout_of
 from qrt.quant.checkpoint.folder import TensorFolder
@@ -60,7 +61,8 @@ class CheckpointWriter:
         self._overrides = dict(overrides or {})
         for scheme, spec in {grid, *self._overrides.values()}:
             layout, usual = layout_of(scheme), WEIGHT_SCHEMES[scheme].spec
-            if usual is None or usual.bits != spec.bits or not layout.holds(spec):
+            alike = usual is not None and (usual.bits, usual.progressive) == (spec.bits, spec.progressive)
+            if not alike or not layout.holds(spec):
                 raise UnsupportedError(f"weight scheme {scheme!r} does not store {spec}")
         self._default = grid
         self._ignore = tuple(ignore)
@@ -121,7 +123,8 @@ class CheckpointWriter:
     def add_linear(self, module: str, weight: WeightData, again: bool = False) -> None:
         """Add a quantized Linear, such as "model.layers.0.mlp.up_proj", on its grid, with its bias.
 
-        `again` replaces the one that an earlier step added.
+        `again` replaces the one that an earlier step added. UnsupportedError where the grid's groups are
+        progressive and these are not.
         """
         assert weight.scale is not None and weight.perm is None, f"{module}: not quantized, or permuted"
         scheme, spec = self._grid_of(module)
@@ -133,6 +136,8 @@ class CheckpointWriter:
             f"{module}: scale {weight.scale.dtype}, model {self._dtype}"
         )
         assert target_of(module, self._ignore) is None, f"{module} is on the ignore list"
+        if spec.progressive:
+            progressive.split(weight.scale, weight.zero)  # raises where it is not
         tensors = layout_of(scheme).encode(weight)
         if weight.bias is not None:
             tensors["bias"] = weight.bias

@@ -11,6 +11,7 @@ WEIGHT_SCHEMES: Registry[WeightScheme] = Registry(
         "w8a16": "qrt.quant.weight.w8a16.scheme:W8A16",
         "w4a16": "qrt.quant.weight.w4a16.scheme:W4A16",
         "w8a8": "qrt.quant.weight.w8a8.scheme:W8A8",
+        "w4a8": "qrt.quant.weight.w4a8.scheme:W4A8",
         "mxfp4": "qrt.quant.weight.mxfp4.scheme:MXFP4",
     },
 )

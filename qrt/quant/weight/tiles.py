@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qrt.errors import UnsupportedError
-from qrt.quant import e2m1
+from qrt.quant import e2m1, progressive
 from qrt.quant.spec import Codes, QuantSpec
 from qrt.quant.weight.base import Layout, WeightData, WeightScheme
 
@@ -48,6 +48,9 @@ class TiledWeight(NamedTuple):
     zero      [Nb, Kt, 64, 4] int8          zero - 2^(bits-1) of each run; absent when symmetric
     perm      [K] int64                     as in WeightData; absent when the identity
     arrivals  [N] int32                     0 between calls: the kernel's split-K counters. Its length is N
+    steps     [Nb, Kt, 64, 2V] uint8        of progressive groups (`qrt.quant.progressive`), else absent: step
+                                            and offset of each run, V = R, but at least 2; padding has 0, 128
+    channel   [N] fp32                      scale of each row of progressive groups; else absent
     """
 
     packed: Tensor
@@ -55,6 +58,8 @@ class TiledWeight(NamedTuple):
     zero: Tensor
     perm: Tensor
     arrivals: Tensor
+    steps: Tensor
+    channel: Tensor
 
     @property
     def out_features(self) -> int:
@@ -77,23 +82,38 @@ class TiledWeight(NamedTuple):
 
     def dequantize(self, bits: int, in_features: int, kind: Codes = Codes.INTEGERS) -> Tensor:
         """Return the weight, as its codes of this kind mean it, as fp32 [N, K], columns in their order."""
-        blocks, tiles, rows, words = self.packed.shape
-        places, midpoint = PLACES[bits], 1 << (bits - 1)
-        size = (blocks, rows, tiles, len(places), words)
-        weight = torch.empty(size, dtype=torch.float32, device=self.packed.device)
-        by_row = self.packed.transpose(1, 2)
-        for plane, place in enumerate(places):
-            codes = (by_row >> place) & (2 * midpoint - 1)
-            weight[:, :, :, plane] = e2m1.numbers(codes) if kind is Codes.E2M1 else codes - midpoint
-        weight = weight.view(blocks, rows, tiles, self.runs, -1)
+        blocks, tiles, rows, _ = self.packed.shape
+        codes, midpoint = self._codes(bits), 1 << (bits - 1)
+        weight = e2m1.numbers(codes) if kind is Codes.E2M1 else codes.float().sub_(midpoint)
         if self.zero.numel():
             weight -= self.zero[..., : self.runs, None].transpose(1, 2)
         weight *= self.scale.permute(0, 3, 1, 2, 4).reshape(blocks, rows, tiles, self.runs, 1)
         return weight.view(blocks * rows, -1)[: self.out_features, :in_features]
 
+    def int8_codes(self, in_features: int) -> Tensor:
+        """Return (code - zero) * step of progressive groups as int8 [N, K], columns in their order."""
+        codes, by_row = self._codes(progressive.BITS), self.steps.transpose(1, 2)[..., : 2 * self.runs, None]
+        rows = progressive.int8_codes(codes, by_row[..., ::2, :], by_row[..., 1::2, :])
+        return rows.flatten(0, 1).flatten(1)[: self.out_features, :in_features]
 
-def tile(weight: WeightData, device: torch.device) -> TiledWeight:
-    """Repack a weight of 4 or 8 bits on `device`; its groups have K or a multiple of 32 inputs."""
+    def _codes(self, bits: int) -> Tensor:
+        """Return the codes as uint8 [Nb, 64, Kt, R, inputs of a run]."""
+        blocks, tiles, rows, words = self.packed.shape
+        size = (blocks, rows, tiles, len(PLACES[bits]), words)
+        codes = torch.empty(size, dtype=torch.uint8, device=self.packed.device)
+        by_row = self.packed.transpose(1, 2)
+        for plane, place in enumerate(PLACES[bits]):
+            codes[:, :, :, plane] = (by_row >> place) & ((1 << bits) - 1)
+        return codes.view(blocks, rows, tiles, self.runs, -1)
+
+
+def tile(
+    weight: WeightData, device: torch.device, split: progressive.Progressive | None = None
+) -> TiledWeight:
+    """Repack a weight of 4 or 8 bits on `device`; its groups have K or a multiple of 32 inputs.
+
+    `split` is what they are progressive by, for a scheme that multiplies by int8 codes.
+    """
     assert weight.scale is not None
     group = weight.in_features // weight.scale.shape[1]
     planes = _WORD_BITS // weight.bits
@@ -108,9 +128,9 @@ def tile(weight: WeightData, device: torch.device) -> TiledWeight:
         packed |= planar[..., plane, :].to(torch.int16) << PLACES[weight.bits][plane]
 
     first_input = torch.arange(tiles * runs, device=device) * (planes * words // runs)
-    group_of_run = (first_input // group).clamp(max=weight.scale.shape[1] - 1)
 
     def by_run(of_group: Tensor) -> Tensor:
+        group_of_run = (first_input // group).clamp(max=of_group.shape[1] - 1)
         of_run = _pad(of_group.to(device)[:, group_of_run], blocks * TILE_ROWS, tiles * runs)
         return of_run.view(blocks, TILE_ROWS, tiles, runs).transpose(1, 2)
 
@@ -121,7 +141,13 @@ def tile(weight: WeightData, device: torch.device) -> TiledWeight:
         zero = _dense(F.pad(by_run(offsets.to(torch.int8)), (0, _ZEROS_PER_ROW - runs)))
     perm = torch.empty(0, dtype=torch.int64) if weight.perm is None else weight.perm
     arrivals = torch.zeros(weight.out_features, dtype=torch.int32, device=device)
-    return TiledWeight(_dense(packed), scale, zero, perm.to(device), arrivals)
+    steps = torch.empty(0, dtype=torch.uint8, device=device)
+    channel = torch.empty(0, device=device)
+    if split is not None:
+        padded = (F.pad(own, (0, 1)) for own in (split.steps, split.offsets ^ 128))  # for runs behind K
+        step, offset = (F.pad(by_run(own), (0, max(0, 2 - runs))) for own in padded)
+        steps, channel = torch.stack((step, offset ^ 128), -1).flatten(-2), split.channel.to(device)
+    return TiledWeight(_dense(packed), scale, zero, perm.to(device), arrivals, steps, channel)
 
 
 def _runs(group: int, words: int, planes: int, in_features: int, lanes: int) -> int:
@@ -188,6 +214,14 @@ class TiledScheme(WeightScheme):
         return self.spec
 
     def prepare(self, weight: WeightData, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        self._expect_grid(weight)
+        scale = weight.scale
+        if scale is not None and scale.dtype == torch.bfloat16 and scale.abs().max() >= _SCALE_LIMIT:
+            weight = replace(weight, scale=scale.float())  # kernels take any fp32 scale
+        return tile(weight, device, self._split(weight, device))
+
+    def _expect_grid(self, weight: WeightData) -> None:
+        """Raise UnsupportedError for a grid of another scheme."""
         groups = 1 if weight.scale is None else weight.scale.shape[1]
         group = weight.in_features // groups
         if (weight.bits, weight.codes) != (self.bits, self._grid.codes) or (groups > 1 and group % 32):
@@ -196,12 +230,17 @@ class TiledScheme(WeightScheme):
                 f"32 or one per channel, got {_described(weight.bits, weight.codes)} in groups of {group}; "
                 "quantize again with such a group size"
             )
-        scale = weight.scale
-        if scale is not None and scale.dtype == torch.bfloat16 and scale.abs().max() >= _SCALE_LIMIT:
-            weight = replace(weight, scale=scale.float())  # kernels take any fp32 scale
-        return tile(weight, device)
+
+    def _split(self, weight: WeightData, device: torch.device) -> progressive.Progressive | None:
+        """Return what the groups are progressive by, if the scheme's are."""
+        if not self._grid.progressive:
+            return None
+        assert weight.scale is not None
+        zero = None if weight.zero is None else weight.zero.to(device)
+        return progressive.split(weight.scale.to(device), zero)
 
     def prepare_cpu(self, weight: WeightData, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        self._expect_grid(weight)
         packed: tuple[Tensor, ...] | None = self.packed.pack(weight, dtype)
         return packed or super().prepare_cpu(weight, dtype)
 

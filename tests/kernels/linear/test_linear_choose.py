@@ -33,7 +33,7 @@ def quantized(tokens, k=4096):
 
 
 @pytest.mark.parametrize("gpu", [{}, H20, A100], ids=["h200", "h20", "a100"])
-@pytest.mark.parametrize("scheme", WEIGHT_SCHEMES)
+@pytest.mark.parametrize("scheme", [name for name in WEIGHT_SCHEMES if name != "w4a8"])
 @pytest.mark.parametrize("k, n", [(4096, 6144), (576, 960), (4096, 128256)])
 def test_chosen_kernel_runs(monkeypatch, gpu, scheme, k, n):
     """Whatever is chosen, `linear` and `linear_act` launch it, and `act_mul` only where it is not joined."""

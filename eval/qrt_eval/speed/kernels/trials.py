@@ -33,10 +33,16 @@ KINDS = {plan: kind for kind, plan in {**tile_plans.PLANS, **int8_plans.PLANS}.i
 def schemes(*layouts: Layout) -> list[str]:
     """Return the schemes of integers in one of these layouts; without any, in one that has plans.
 
-    Floats in tiles take the plans of integers of as many bits.
+    Floats in tiles take the plans of integers of as many bits, and so do tiles that int8 tokens meet.
     """
     wanted = layouts or (Layout.TILES, Layout.INT8_ROWS)
-    return [name for name in quantized() if WEIGHT_SCHEMES[name].layout in wanted]
+    return [name for name in quantized() if _has_plans(name) and WEIGHT_SCHEMES[name].layout in wanted]
+
+
+def _has_plans(scheme: str) -> bool:
+    """Return whether launch configurations are tried for a scheme."""
+    kind = WEIGHT_SCHEMES[scheme]
+    return kind.layout is not Layout.TILES or not kind.int8_tokens
 
 
 def has_digits(scheme: str) -> bool:

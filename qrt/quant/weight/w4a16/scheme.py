@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from qrt.quant.spec import Granularity, QuantSpec
 from qrt.quant.weight.tiles import TiledScheme
@@ -18,7 +18,7 @@ class W4A16Scheme(TiledScheme):
     name = "w4a16"
     spec = QuantSpec(4, symmetric=False, granularity=Granularity.GROUP, group_size=128)
     stored, head, method = "pack-quantized", "w8a16", "awq-yaqa"
-    packed = PackedWeight
+    packed: ClassVar[Any] = PackedWeight
 
     def unpacker(self) -> Any:
         from qrt.quant.weight.w4a16.device import unpack
