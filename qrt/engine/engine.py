@@ -20,7 +20,7 @@ from qrt.engine.schedule.output import StepDelta
 from qrt.engine.schedule.plan import Plan
 from qrt.engine.schedule.request import FinishReason
 from qrt.engine.schedule.scheduler import Scheduler
-from qrt.engine.step.runner import Launched
+from qrt.engine.step.runner import Launched, Runner
 from qrt.engine.step.timeline import Timeline
 from qrt.errors import ConfigError
 from qrt.grammar.matcher import Matcher
@@ -79,7 +79,7 @@ class Engine:
         parts = build(config, model, eos_token_ids, None if self._group is None else self._group.peers)
         parts.runner.group = self._group
         if self._group is not None:
-            weakref.finalize(self, self._group.close)
+            self._leave = weakref.finalize(self, _leave, self._group, parts.runner)
         self.config = parts.config
         self.generation = parts.generation
         self.formats = parts.formats
@@ -274,7 +274,7 @@ class Engine:
     def close(self) -> None:
         """End the processes of the other ranks, if there are any; the engine cannot be used any more."""
         if self._group is not None:
-            self._group.close()
+            self._leave()
 
     def start_timeline(self) -> Timeline:
         """Record from now on which steps the GPU runs, how long they take and how long it waits."""
@@ -313,3 +313,9 @@ def _group_of(config: EngineConfig) -> RankGroup | None:
     """Start the ranks of `config` beside this process's own, if there is more than one."""
     devices = devices_of(config)
     return RankGroup(config, devices) if len(devices) > 1 else None
+
+
+def _leave(group: RankGroup, runner: Runner) -> None:
+    """End the other ranks, after what this one has recorded with them is dropped."""
+    runner.forget()
+    group.close()

@@ -30,6 +30,7 @@ def serve(spec: RankSpec) -> None:
     peers = Peers.join(Path(spec.store), spec.rank, spec.size, torch.device(str(spec.engine.device)))
     runner = build(spec.engine, peers=peers).runner
     follow(runner, OrderReader(socket.socket(fileno=spec.orders)))
+    runner.forget()
     peers.close()
 
 

@@ -193,6 +193,12 @@ class TokenSteps:
         pairs = list(pairwise([*kinds, None]))
         return min(len(kinds), 2 + max(pairs.index(pair) for pair in pairs[:-1])) if len(pairs) > 1 else 1
 
+    def forget(self) -> None:
+        """Drop what was recorded, once it has run: NCCL does not let go of a group that graphs still use."""
+        if self._recorded:
+            torch.cuda.synchronize(self._table.device)
+            self._recorded.clear()
+
     @torch.inference_mode()
     def run_largest(self) -> None:
         """Run the largest steps on padding alone, kernel by kernel, to measure their memory."""

@@ -104,6 +104,11 @@ class Runner:
         """Have the other ranks run what this context runs."""
         return nullcontext() if self.group is None else self.group.order(kind, plan)
 
+    def forget(self) -> None:
+        """Drop the recorded steps, before a group of ranks is left."""
+        if self.token_steps is not None:
+            self.token_steps.forget()
+
     @torch.inference_mode()
     def launch(self, plan: Plan) -> Launched:
         """Launch a step without waiting for the device.

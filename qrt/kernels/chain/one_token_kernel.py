@@ -334,15 +334,18 @@ def _product(
 def _over_ranks(PEERS, COPY: gl.constexpr, values, N: gl.constexpr, RANKS: gl.constexpr):
     """Return the sum over all ranks of this program's units, values [units, 16], in the order of ranks."""
     words = words_of(PEERS, RANKS)
-    at = _own_rows(N, values.shape[0], values.type.layout)
+    LAYOUT: gl.constexpr = values.type.layout
+    at = _own_rows(N, values.shape[0], LAYOUT)
     bits = values.to(gl.int32, bitcast=True)
     bits = gl.where(bits == EMPTY, 0, bits)
     for other in gl.static_range(RANKS):
         gl.store(_place(words, other, COPY, words[_RANK], RANKS) + at, bits, at < N)
     SOURCES: gl.constexpr = triton.next_power_of_2(RANKS)
     ALL: gl.constexpr = gl.BlockedLayout([SOURCES, 1, 1], [1, 2, 16], [1, gl.num_warps(), 1], [2, 1, 0])
-    at = gl.expand_dims(_own_rows(N, values.shape[0], gl.SliceLayout(0, ALL)), 0)
-    source = gl.arange(0, SOURCES, layout=gl.SliceLayout(1, gl.SliceLayout(2, ALL)))
+    UNIT_ROWS: gl.constexpr = gl.SliceLayout(0, ALL)
+    at = gl.expand_dims(_own_rows(N, values.shape[0], UNIT_ROWS), 0)
+    BY_SOURCE: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, ALL))
+    source = gl.arange(0, SOURCES, layout=BY_SOURCE)
     source = gl.expand_dims(gl.expand_dims(source, 1), 2)
     place, inside = _place(words, 0, COPY, source, RANKS) + at, (at < N) & (source < RANKS)
     come = gl.load(place, mask=inside, other=0, volatile=True)
