@@ -43,11 +43,12 @@ def exchanged(x, words, row, k, inside, RANKS: tl.constexpr, WIRE: tl.constexpr,
     turn = turn_of(words, row, live, RANKS)
     push(bits, words, turn, row, k, inside, RANKS)
     total = tl.zeros(x.shape, tl.float32)
+    early = looks(bits, words, turn, row, k, inside, RANKS)
     for source in tl.static_range(RANKS):
         if source == words[_RANK]:
             total += bits.to(WIRE, bitcast=True).to(tl.float32)
         else:
-            come = take(bits, words, turn, source, row, k, inside, RANKS, ASM)
+            come = take(early[source], words, turn, source, row, k, inside, RANKS, ASM)
             total += come.to(WIRE, bitcast=True).to(tl.float32)
     end_turn(words, turn, row, live, RANKS)
     return total
@@ -86,14 +87,27 @@ def push(bits, words, turn, row, k, inside, RANKS: tl.constexpr):
 
 
 @triton.jit
-def take(like, words, turn, source, row, k, inside, RANKS: tl.constexpr, ASM: tl.constexpr):
+def looks(like, words, turn, row, k, inside, RANKS: tl.constexpr):
+    """Return what lies in the places of each rank, as a tuple; `like` has their shape and type.
+
+    All of them are asked for at once: one after the other, each would take its own time to come.
+    """
+    early = ()
+    for source in tl.static_range(RANKS):
+        place = place_of(words[_BLOCKS], words, turn, source, row, k, like.dtype, RANKS)
+        early = early + (tl.load(place, mask=inside, other=0, volatile=True),)
+    return early
+
+
+@triton.jit
+def take(bits, words, turn, source, row, k, inside, RANKS: tl.constexpr, ASM: tl.constexpr):
     """Wait for what `source`, another rank, has written for this one, return it [M, N], and empty the place.
 
-    `like` has its shape and type. A program that waits longer than the words allow ends the process: trap.
+    `bits` is what lay there a moment ago. A program that waits longer than the words allow ends the process:
+    trap.
     """
-    nothing = empty(like.dtype)
-    place = place_of(words[_BLOCKS], words, turn, source, row, k, like.dtype, RANKS)
-    bits = tl.load(place, mask=inside, other=0, volatile=True)
+    nothing = empty(bits.dtype)
+    place = place_of(words[_BLOCKS], words, turn, source, row, k, bits.dtype, RANKS)
     started = tl.zeros((), tl.int64)
     while tl.max(tl.max((bits == nothing).to(tl.int32), 1), 0) > 0:
         if ASM:

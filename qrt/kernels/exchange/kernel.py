@@ -9,7 +9,7 @@ from torch import Tensor
 
 from qrt.kernels import peer_memory
 from qrt.kernels.device import after_previous
-from qrt.kernels.exchange.device import empty, end_turn, place_of, push, take, turn_of, words_of
+from qrt.kernels.exchange.device import empty, end_turn, looks, place_of, push, take, turn_of, words_of
 from qrt.kernels.gpu import overlaps
 from qrt.kernels.launch import COMPILED, variant
 from qrt.kernels.peer_memory import Memory, ranks_of
@@ -34,9 +34,10 @@ def _largest(
     largest = tl.load(X + row, mask=live, other=0)[:, None]
     turn = turn_of(words, row, live, RANKS)
     push(largest, words, turn, row, k, live[:, None], RANKS)
+    early = looks(largest, words, turn, row, k, live[:, None], RANKS)
     for source in tl.static_range(RANKS):
         if source != words[_RANK]:
-            come = take(largest, words, turn, source, row, k, live[:, None], RANKS, ASM)
+            come = take(early[source], words, turn, source, row, k, live[:, None], RANKS, ASM)
             largest = tl.maximum(largest, come)
     end_turn(words, turn, row, live, RANKS)
     tl.store(Y + row, tl.max(largest, 1), mask=live)
