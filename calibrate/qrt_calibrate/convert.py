@@ -25,6 +25,7 @@ from qrt.quant.checkpoint.output import OutputFolder
 from qrt.quant.packing import WORD_BITS
 from qrt.quant.spec import Codes, Granularity, QuantSpec
 from qrt.quant.weight import WEIGHT_SCHEMES, WeightData
+from qrt.quant.weight import weight_only as schemes_of_weights
 
 TARGETS = ("compressed-tensors", "awq", "gptq")
 Grids = Mapping[str, tuple[str, QuantSpec]]
@@ -37,12 +38,16 @@ def main(argv: list[str]) -> int:
     add_hub_flags(parser)
     parser.add_argument("--to", required=True, choices=TARGETS, help="format to write; gptq means gptq_v2")
     parser.add_argument("--out", required=True, metavar="DIR", help="folder to make")
+    parser.add_argument(
+        "--weight-only", action="store_true",
+        help="leave activations as they are: w4a8 becomes w4a16, and w8a8 w8a16 (default: off)",
+    )  # fmt: skip
     arguments = parser.parse_args(argv)
 
     def work() -> None:
         place = {"revision": arguments.revision, "download_dir": arguments.download_dir}
         model = model_folder(arguments.model, check=_check, **place)
-        count = convert(model, arguments.to, Path(arguments.out))
+        count = convert(model, arguments.to, Path(arguments.out), weight_only=arguments.weight_only)
         print(f"{count} Linears written to {arguments.out}")
 
     return run_main(work)
@@ -52,8 +57,10 @@ def _check(folder: Path) -> None:
     read_arch(read_config(folder), model_name(folder))
 
 
-def convert(model: str | Path, target: str, out: Path) -> int:
+def convert(model: str | Path, target: str, out: Path, *, weight_only: bool = False) -> int:
     """Write checkpoint `model` into the new folder `out` in format `target`; return how many Linears changed.
+
+    With `weight_only` Linears that round their tokens are written as ones that do not, of as many bits.
 
     Raises UnsupportedError, naming the Linear and the reason, where the format cannot hold a weight exactly:
 
@@ -74,7 +81,7 @@ def convert(model: str | Path, target: str, out: Path) -> int:
     folder = OutputFolder(out, source, None, max_shard_bytes=5_000_000_000)
     folder.begin()
     try:
-        grids = _write_linears(folder, source, modules, target, dtype)
+        grids = _write_linears(folder, source, modules, target, dtype, weight_only)
         own = tuple(f"{module}." for module in grids)
         for name in source.names():
             if not name.startswith(own):
@@ -121,12 +128,15 @@ def _dtype(source: Checkpoint, arch: Arch) -> torch.dtype:
 
 
 def _write_linears(
-    folder: OutputFolder, source: Checkpoint, modules: Sequence[str], target: str, dtype: torch.dtype
-) -> dict[str, tuple[str, QuantSpec]]:
+    folder: OutputFolder, source: Checkpoint, modules: Sequence[str], target: str, dtype: torch.dtype,
+    weight_only: bool,
+) -> dict[str, tuple[str, QuantSpec]]:  # fmt: skip
     """Write those of `modules` that are quantized in format `target`; return the grid of each."""
     grids: dict[str, tuple[str, QuantSpec]] = {}
     for module in tqdm(modules, "Converting", unit="Linear"):
         scheme, weight = source.linear(module)
+        if weight_only and WEIGHT_SCHEMES[scheme].int8_tokens:
+            scheme = schemes_of_weights()[weight.bits]
         if weight.scale is None:
             if not source.has(f"{module}.weight") or source.spec(f"{module}.weight").dtype.itemsize < 2:
                 raise UnsupportedError(f"{module}: fp8 weights are not converted; quantize the original")
@@ -168,7 +178,8 @@ def encode(
         raise _refusal(module, target, "fp16, which the format stores, does not hold its scales")
     integers = weight.codes is Codes.INTEGERS and weight.bits in gptq.ONES
     if WEIGHT_SCHEMES[scheme].int8_tokens or not integers:
-        raise _refusal(module, target, f"the format has no {scheme}")
+        remedy = "; --weight-only leaves tokens as they are" if integers else ""
+        raise _refusal(module, target, f"the format has no {scheme}{remedy}")
     if target == "awq":
         if weight.bits != awq.BITS or weight.perm is not None or weight.out_features % 8:
             raise _refusal(module, target, "it holds 4-bit weights in input order, 8 outputs a word")

@@ -82,7 +82,8 @@ def _refusal(scale: Tensor, steps: Tensor, fits: Tensor) -> UnsupportedError:
     return UnsupportedError(
         f"group scales: expected each row's to be one number times whole steps of 1 to {MOST_STEPS}, such "
         f"that no (code - zero point) * step leaves int8, got {scale[row, group].item():.6g} in row {row}, "
-        f"which is {steps[row, group]} steps; quantize the original with --scheme w4a8"
+        f"which is {steps[row, group]} steps; quantize the original with --scheme w4a8, or run it as w4a16: "
+        "qrt-calibrate convert --weight-only"
     )
 
 

@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from mxfp4_files import publish
 from qrt.arch.read import read_arch
+from qrt.model.loader import load_model
 from qrt.quant.checkpoint import gptq, open_checkpoint
 from qrt.quant.spec import Granularity, QuantSpec
 from qrt_calibrate import cli
@@ -156,3 +157,30 @@ def test_what_would_lose_is_refused(made, tmp_path, capsys):
         assert convert(model, to, tmp_path / "out") == 1
         assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("bits", "to"), [(4, "compressed-tensors"), (4, "awq"), (4, "gptq"), (8, "gptq")])
+def test_weight_only_leaves_tokens_as_they_are(tmp_path, bits, to, capsys):
+    """Groups of w4a8 that are not progressive, as other tools make them, become w4a16, which runs."""
+    plain = random_checkpoint(
+        tmp_path / "plain", "LlamaForCausalLM", dtype=torch.float16, num_hidden_layers=1
+    )
+    kinds = {4: ("w4a16", group(4, True)), 8: ("w8a8", QuantSpec(8, True, Granularity.CHANNEL))}
+    weights = quantize_checkpoint(plain, tmp_path / "q", *kinds[bits])
+    if bits == 4:
+        tokens = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
+        config = json.loads((tmp_path / "q/config.json").read_text())
+        config["quantization_config"]["config_groups"]["group_0"]["input_activations"] = tokens
+        (tmp_path / "q/config.json").write_text(json.dumps(config))
+    if to != "compressed-tensors":
+        assert convert(tmp_path / "q", to, tmp_path / "out") == 1
+        told = f"cannot become {to} without loss: the format has no w{bits}a8; --weight-only leaves tokens"
+        assert told in capsys.readouterr().err
+    assert cli.main(["convert", "--model", str(tmp_path / "q"), "--to", to, "--weight-only",
+                     "--out", str(tmp_path / "out")]) == 0  # fmt: skip
+    read = open_checkpoint(tmp_path / "out")
+    for module, weight in weights.items():
+        scheme, got = read.linear(module)
+        assert scheme == f"w{bits}a16" and torch.equal(got.dequantize(), weight.dequantize())
+    cpu, dtype = torch.device("cpu"), torch.float16
+    assert set(load_model(tmp_path / "out", device=cpu, dtype=dtype).schemes) == {f"w{bits}a16"}

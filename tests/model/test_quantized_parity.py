@@ -1,8 +1,8 @@
 """Quantized weights and quantized KV: the decoder against transformers, or against the definition inside it.
 
-transformers (through compressed-tensors) is the truth for weight-only checkpoints. Its w8a8 divides
-activations by absmax/127.5, qrt by absmax/127, so there the truth is a transformers model whose Linears are
-replaced by the definition. For a KV format it is one whose attention reads K and V through that format.
+transformers (through compressed-tensors) is the truth for weight-only checkpoints. It divides int8 tokens by
+absmax/127.5, qrt by absmax/127, so there the truth is a transformers model whose Linears are replaced by the
+definition. For a KV format it is one whose attention reads K and V through that format.
 """
 
 import json
@@ -33,7 +33,11 @@ WEIGHT_ONLY = {
     "w4a16-sym-g32": ("w4a16", QuantSpec(4, True, Granularity.GROUP, 32)),
     "w8a16-channel": ("w8a16", QuantSpec(8, True, Granularity.CHANNEL)),
 }
-W8A8 = QuantSpec(8, True, Granularity.CHANNEL)
+INT8_TOKENS = {
+    "w8a8": ("w8a8", QuantSpec(8, True, Granularity.CHANNEL)),
+    "w4a8-asym-g128": ("w4a8", QuantSpec(4, False, Granularity.GROUP, 128, progressive=True)),
+    "w4a8-sym-g32": ("w4a8", QuantSpec(4, True, Granularity.GROUP, 32, progressive=True)),
+}
 TOKENS = prompt(48)
 
 
@@ -86,15 +90,13 @@ def fp8_checkpoint(source: Path, out: Path, size: int) -> Path:
     return out
 
 
-def test_w8a8_is_the_definition(plain, tmp_path):
-    quantize_checkpoint(plain, tmp_path, "w8a8", W8A8)
-    checkpoint, model = open_checkpoint(tmp_path), ours(tmp_path)
-    assert set(model.schemes) == {"w8a8"}
-    truth = transformers.AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
-    for name, module in truth.named_modules():
-        if name.endswith("_proj"):
-            weight = checkpoint.linear(name)[1].dequantize()
-            module.forward = per_token_int8(weight, module.bias)
+@pytest.mark.parametrize("grid", INT8_TOKENS)
+def test_int8_tokens_are_the_definition(plain, grid, tmp_path):
+    scheme, spec = INT8_TOKENS[grid]
+    quantize_checkpoint(plain, tmp_path, scheme, spec)
+    model = ours(tmp_path)
+    assert set(model.schemes) == {scheme}
+    truth = by_definition(plain, tmp_path, affine.quantize_tokens)
     texts = [prompt(4, seed) for seed in range(32)]
     with torch.inference_mode():
         expected = truth(torch.tensor(texts)).logits
@@ -105,12 +107,40 @@ def test_w8a8_is_the_definition(plain, tmp_path):
     assert relative(Requests(model).run([(0, TOKENS)])[0], theirs(plain, TOKENS)) > 5e-3
 
 
-def per_token_int8(weight, bias):
+def by_definition(plain, quantized, quantize_tokens):
+    """transformers' plain model with the weights of a quantized folder, and tokens that are rounded so."""
+    checkpoint = open_checkpoint(quantized)
+    truth = transformers.AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
+    for name, module in truth.named_modules():
+        if name.endswith("_proj"):
+            weight = checkpoint.linear(name)[1].dequantize()
+            module.forward = per_token_int8(weight, module.bias, quantize_tokens)
+    return truth
+
+
+def per_token_int8(weight, bias, quantize_tokens):
     def forward(x):
-        codes, scale = affine.quantize_tokens(x)
+        codes, scale = quantize_tokens(x)
         return torch.nn.functional.linear(codes * scale, weight, bias)
 
     return forward
+
+
+@pytest.mark.parametrize("grid", INT8_TOKENS)
+def test_transformers_rounds_tokens_a_little_otherwise(plain, grid, tmp_path):
+    """By absmax/127.5, halves to even: with that rule its logits are those of the definition."""
+    pytest.importorskip("compressed_tensors", reason="transformers loads such a checkpoint with it")
+
+    def quantize_tokens(x):
+        scale = x.abs().amax(-1, keepdim=True) / 127.5
+        return (x / scale).round().clamp(-128, 127), scale
+
+    quantize_checkpoint(plain, tmp_path, *INT8_TOKENS[grid])
+    got = theirs(tmp_path, TOKENS)
+    with torch.inference_mode():
+        wanted = by_definition(plain, tmp_path, quantize_tokens)(torch.tensor([TOKENS])).logits[0]
+    assert relative(got, wanted) < 1e-4
+    assert relative(Requests(ours(tmp_path)).run([(0, TOKENS)])[0], got) < 0.1
 
 
 @pytest.mark.parametrize("kv", ["int8", "int4"])

@@ -49,7 +49,7 @@ REFUSED = [
     ("w8a8", activations(type="float"), r"input_activations\.type: expected .*, got 'float'"),
     ("w8a8", activations(num_bits=4), r"input_activations\.num_bits: expected .*, got 4"),
     ("w8a8", in_group(input_activations=None), "got int-quantized with 8-bit channel weights; "),
-    ("w8a8", grid("num_bits", 4), "got int-quantized with 4-bit channel"),
+    ("w8a8", grid("num_bits", 5), "got int-quantized with 5-bit channel"),
     ("w8a8", grid("symmetric", False), "got int-quantized with"),
     ("w8a8", in_group(output_activations={"num_bits": 8}), "output_activations"),
     ("w8a8", in_group(format="float-quantized"), r"weights\.type: expected 'float', got 'int'"),

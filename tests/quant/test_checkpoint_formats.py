@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,13 +13,16 @@ import transformers
 from compressed_tensors.compressors import ModelCompressor
 from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
 from compressed_tensors.quantization.utils import calculate_qparams
+from damage import edit, refuse
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from qrt.quant.affine import choose_qparams, quantize
+from qrt.errors import CheckpointError, UnsupportedError
+from qrt.model.loader import load_model
 from qrt.quant.checkpoint import CheckpointWriter, open_checkpoint
 from qrt.quant.spec import Granularity, QuantSpec
 from qrt.quant.weight import WeightData
+from random_weights import round_to_nearest
 from tiny_models import quantize_checkpoint, random_checkpoint
 
 NPCT = Path(__file__).parents[3] / "shared/prototypes/weights/npct.py"
@@ -43,6 +47,9 @@ CASES = {
     "w8a16-g128-asym": ("w8a16", group(8, False, 128)),
     "w8a16-channel-sym": ("w8a16", channel(8, True)),
     "w8a8": ("w8a8", channel(8, True)),
+    "w4a8-g128-asym": ("w4a8", replace(group(4, False, 128), progressive=True)),
+    "w4a8-g32-sym": ("w4a8", replace(group(4, True, 32), progressive=True)),
+    "w4a8-channel-sym": ("w4a8", replace(channel(4, True), progressive=True)),
 }
 
 
@@ -177,8 +184,7 @@ def test_features_that_do_not_fill_a_word(case, tmp_path):
     """13 outputs: the last word of the zeros is half empty."""
     scheme, spec = CASES[case]
     weight = torch.randn(13, 256)
-    scale, zero = choose_qparams(weight, spec, torch.float32)
-    data = WeightData(quantize(weight, scale, zero, spec), scale, zero, bias=torch.randn(13), bits=spec.bits)
+    data = round_to_nearest(weight, spec, torch.float32, torch.randn(13))
     (tmp_path / "plain").mkdir()
     (tmp_path / "plain/config.json").write_text("{}")
     save_file({"a.weight": weight, "a.bias": data.bias}, tmp_path / "plain/model.safetensors")
@@ -236,6 +242,17 @@ def test_golden_layout(tmp_path):
         "input_activations": activations,
     }
 
+    quantize_checkpoint(source, tmp_path / "w4a8", "w4a8", CASES["w4a8-g128-asym"][1])
+    assert layout(tmp_path / "w4a8") == packed
+    config = json.loads((tmp_path / "w4a8/config.json").read_text())["quantization_config"]
+    assert config["format"] == "pack-quantized"
+    assert config["config_groups"]["group_0"] == {
+        "targets": ["Linear"],
+        "format": "pack-quantized",
+        "weights": weights,
+        "input_activations": activations,
+    }
+
 
 def layout(folder: Path) -> dict[str, tuple[str, list[int]]]:
     with safe_open(folder / "model.safetensors", "pt") as file:
@@ -269,14 +286,11 @@ GROUPS = {
 }
 
 
-def test_reads_what_compressed_tensors_writes(source, tmp_path):
-    """Mixed precision, written by the library itself: the same scheme and the same weight of every Linear."""
+def write_by_compressed_tensors(source: Path, out: Path, **config) -> dict[str, str]:
+    """Round to nearest and write with the library itself; return the scheme of each Linear."""
     model = transformers.AutoModelForCausalLM.from_pretrained(source)
-    config = {"format": "mixed-precision", "quantization_status": "frozen", "config_groups": GROUPS}
-    ignore = ["lm_head", "re:.*layers.1.mlp.up"]
-    apply_quantization_config(
-        model, QuantizationConfig.model_validate(config | {"ignore": ignore}), show_progress=False
-    )
+    full = QuantizationConfig.model_validate({"quantization_status": "frozen", **config})
+    apply_quantization_config(model, full, show_progress=False)
     schemes = {}
     for name, module in model.named_modules():
         if (scheme := getattr(module, "quantization_scheme", None)) is not None:
@@ -290,11 +304,14 @@ def test_reads_what_compressed_tensors_writes(source, tmp_path):
             schemes[name] = f"w{scheme.weights.num_bits}a{activations}"
     compressor = ModelCompressor.from_pretrained_model(model)
     compressor.compress_model(model)
-    model.save_pretrained(tmp_path)
-    compressor.update_config(tmp_path)
+    model.save_pretrained(out)
+    compressor.update_config(out)
+    return schemes
 
-    assert set(schemes.values()) == {"w4a16", "w8a16", "w8a8"}
-    read, loaded = open_checkpoint(tmp_path), transformers_model(tmp_path)
+
+def assert_read_alike(folder: Path, schemes: dict[str, str]):
+    """qrt reads of every Linear the scheme and the weights that transformers unpacks."""
+    read, loaded = open_checkpoint(folder), transformers_model(folder)
     for name, module in loaded.named_modules():
         if name.endswith("_proj"):
             scheme, weight = read.linear(name)
@@ -302,3 +319,57 @@ def test_reads_what_compressed_tensors_writes(source, tmp_path):
             assert torch.equal(weight.dequantize().bfloat16(), module.weight), name
             assert (weight.bias is None) == (module.bias is None)
             assert weight.bias is None or torch.equal(weight.bias, module.bias)
+
+
+def test_reads_what_compressed_tensors_writes(source, tmp_path):
+    """Mixed precision, written by the library itself: the same scheme and the same weight of every Linear."""
+    ignore = ["lm_head", "re:.*layers.1.mlp.up"]
+    schemes = write_by_compressed_tensors(
+        source, tmp_path, format="mixed-precision", config_groups=GROUPS, ignore=ignore
+    )
+    assert set(schemes.values()) == {"w4a16", "w8a16", "w8a8"}
+    assert_read_alike(tmp_path, schemes)
+
+
+def group_w4a8(layout: str, **weights) -> dict[str, object]:
+    """An entry as llm-compressor's preset W4A8 makes it, in either layout."""
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "dynamic": False, **weights}
+    tokens = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+    return {"targets": ["Linear"], "format": layout, "weights": weights, "input_activations": tokens}
+
+
+@pytest.mark.parametrize("layout", ["int-quantized", "pack-quantized"])
+def test_w4a8_of_other_tools(layout, source, tmp_path):
+    """One scale a channel runs; groups that nobody made progressive are read, and refused where they run."""
+    ignore, cpu = ["lm_head"], torch.device("cpu")
+    for name, strategy in (
+        ("channel", {"strategy": "channel"}),
+        ("group", {"strategy": "group", "group_size": 64}),
+    ):
+        entry = group_w4a8(layout, **strategy)
+        schemes = write_by_compressed_tensors(
+            source, tmp_path / name, format=layout, config_groups={"a": entry}, ignore=ignore
+        )
+        assert set(schemes.values()) == {"w4a8"}
+        assert_read_alike(tmp_path / name, schemes)
+    model = load_model(tmp_path / "channel", device=cpu, dtype=torch.bfloat16)
+    assert set(model.schemes) == {"w4a8"}
+    with pytest.raises(
+        UnsupportedError, match=r"layers\.0\..*q_proj.*: group scales: .*convert --weight-only"
+    ):
+        load_model(tmp_path / "group", device=cpu, dtype=torch.bfloat16)
+
+
+def test_bytes_of_more_bits_are_damage(source, tmp_path):
+    """A config that says 4 bits of 8-bit codes."""
+    quantize_checkpoint(source, tmp_path / "q", "w8a8", channel(8, True))
+    edit(
+        tmp_path / "q/config.json",
+        lambda v: v["quantization_config"]["config_groups"]["group_0"]["weights"].update(num_bits=4),
+    )
+    refuse(
+        tmp_path / "q",
+        CheckpointError,
+        "q_proj.weight holds more than 4 bits",
+        "model.layers.0.self_attn.q_proj",
+    )

@@ -10,12 +10,11 @@ from safetensors.torch import save_file
 from mxfp4_files import pack_mxfp4
 from packed_words import awq_tensors, gptq_tensors
 from qrt.errors import CheckpointError
-from qrt.quant.affine import choose_qparams, quantize
 from qrt.quant.checkpoint import open_checkpoint
 from qrt.quant.checkpoint.cut import Cut, InsideGroup
 from qrt.quant.checkpoint.layout import IntQuantized, PackQuantized
 from qrt.quant.spec import Granularity, QuantSpec
-from qrt.quant.weight import WeightData
+from random_weights import round_to_nearest
 
 N, K, G, E = 160, 512, 64, 3
 Q = "model.layers.0.self_attn.q_proj"
@@ -26,13 +25,12 @@ FP8 = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
 def compressed(layout, spec):
     """Tensors and config of a weight that compressed-tensors stores."""
     weight = torch.randn(N, K)
-    scale, zero = choose_qparams(weight, spec, torch.float32)
-    stored = layout.encode(WeightData(quantize(weight, scale, zero, spec), scale, zero, bits=spec.bits))
+    stored = layout.encode(round_to_nearest(weight, spec, torch.float32))
     weights = {"num_bits": spec.bits, "type": "int", "symmetric": spec.symmetric}
     weights |= {"strategy": spec.granularity.value, "group_size": spec.group_size}
     group = {"targets": ["Linear"], "weights": weights, "format": layout.name}
-    if layout.name == "int-quantized":
-        group["input_activations"] = weights | {"strategy": "token", "dynamic": True}
+    if layout.name == "int-quantized" or spec.progressive:
+        group["input_activations"] = {"num_bits": 8, "strategy": "token", "dynamic": True}
     return stored, {"quant_method": "compressed-tensors", "config_groups": {"a": group}}
 
 
@@ -72,6 +70,7 @@ KINDS = {
     "plain": lambda: ({"weight": torch.randn(N, K)}, None),
     "w4a16": lambda: compressed(PackQuantized(), QuantSpec(4, False, GROUP, G)),
     "w4a16-channel": lambda: compressed(PackQuantized(), QuantSpec(4, False, CHANNEL)),
+    "w4a8": lambda: compressed(PackQuantized(), QuantSpec(4, False, GROUP, G, progressive=True)),
     "w8a16": lambda: compressed(PackQuantized(), QuantSpec(8, True, GROUP, G)),
     "w8a8": lambda: compressed(IntQuantized(), QuantSpec(8, True, CHANNEL)),
     "awq": lambda: packed("awq", version="gemm", zero_point=True),

@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor
 
+from qrt.quant.affine import choose_qparams, quantize
 from qrt.quant.progressive import round_channel
-from qrt.quant.spec import Codes
+from qrt.quant.spec import Codes, QuantSpec
 from qrt.quant.weight import WeightData
 
 
@@ -34,6 +35,17 @@ def random_weight(
         torch.randperm(k, generator=gen, device=device) if perm else None,
         bits=bits,
     )
+
+
+def round_to_nearest(
+    weight: Tensor, spec: QuantSpec, dtype: torch.dtype, bias: Tensor | None = None
+) -> WeightData:
+    """Round [N, K] on the grid of `spec`; the widest of progressive groups has 8 steps of its row's scale."""
+    scale, zero = choose_qparams(weight, spec, dtype)
+    if spec.progressive:
+        channel = round_channel(scale.float().amax(1, keepdim=True) / 8, dtype)
+        scale = ((scale.float() / channel).round().clamp(1, 8) * channel).to(dtype)
+    return WeightData(quantize(weight, scale, zero, spec), scale, zero, bias=bias, bits=spec.bits)
 
 
 def random_mxfp4(n: int, k: int, *, exponents: tuple[int, int] = (-5, 2), device: str | torch.device = "cpu",

@@ -14,10 +14,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from qrt.quant.affine import choose_qparams, quantize
 from qrt.quant.checkpoint import CheckpointWriter, open_checkpoint
 from qrt.quant.spec import QuantSpec
 from qrt.quant.weight.base import WeightData
+from random_weights import round_to_nearest
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -122,9 +122,7 @@ def quantize_checkpoint(
                 writer.add_tensor(name, checkpoint.tensor(name))
             elif kind == "weight":
                 weight = checkpoint.tensor(name)
-                scale, zero = choose_qparams(weight, spec, dtype)
                 bias = checkpoint.tensor(f"{module}.bias") if checkpoint.has(f"{module}.bias") else None
-                codes = quantize(weight, scale, zero, spec)
-                written[module] = WeightData(codes, scale, zero, bias=bias, bits=spec.bits)
+                written[module] = round_to_nearest(weight, spec, dtype, bias)
                 writer.add_linear(module, written[module])
     return written

@@ -133,7 +133,8 @@ def read_group(where: str, name: str, entry: Any, default_format: Any) -> Group:
     for scheme in _stored_schemes():
         kind = WEIGHT_SCHEMES[scheme]
         assert kind.spec is not None
-        if (kind.stored, kind.spec.bits, kind.int8_tokens) == (layout, bits, activations is not None):
+        alike = (kind.spec.bits, kind.int8_tokens) == (bits, activations is not None)
+        if alike and (layout == kind.stored or kind.int8_tokens and layout == IntQuantized.name):
             granularity = Granularity(weights["strategy"])
             spec = replace(
                 kind.spec,

@@ -11,7 +11,7 @@ The integer layouts store signed codes and zeros q = u - 2^(b-1), where u is the
                     P.weight_shape       int64 [2]                 N, K
                     P.weight_g_idx       int32 [K]                 group of each input, in old files
     int-quantized   P.weight             int8  [N, K]              q
-                    P.weight_scale       float [N, 1]
+                    P.weight_scale       float [N, K/G]            [N, 1] of 8 bits
     float-quantized P.weight             fp8   [N, K]              weight / scale, e4m3
                     P.weight_scale       float [N, 1], [1] or one for each block [ceil(N/B0), ceil(K/B1)]
     all             P.bias               float [N]                 where the Linear has one
@@ -96,24 +96,29 @@ class PackQuantized(Layout):
 
 
 class IntQuantized(Layout):
-    """Signed codes, one byte each; symmetric, 8 bits."""
+    """Signed codes, one byte each, without zero points: of 8 bits, or as other tools write w4a8."""
 
     name = "int-quantized"
 
     def holds(self, spec: QuantSpec) -> bool:
-        return spec.bits == 8 and spec.symmetric and spec.granularity is Granularity.CHANNEL
+        bytes_of_rows = spec.bits == 8 and spec.granularity is Granularity.CHANNEL
+        return spec.symmetric and (bytes_of_rows or spec.progressive)
 
     def encode(self, weight: WeightData) -> dict[str, Tensor]:
         assert weight.scale is not None and weight.zero is None and weight.perm is None
-        return {"weight": _flip(weight.values).view(torch.int8), "weight_scale": weight.scale}
+        codes = weight.values - (1 << (weight.bits - 1))  # bytes wrap around
+        return {"weight": codes.view(torch.int8), "weight_scale": weight.scale}
 
     def decode(self, tensors: TensorFolder, module: str, spec: QuantSpec) -> WeightData:
-        codes = tensors.tensor(f"{module}.weight", "N K", torch.int8)
-        n = tensors.spec(f"{module}.weight").shape[0]
-        scale = tensors.tensor(f"{module}.weight_scale", "N 1", FLOATS, N=n)
+        name = f"{module}.weight"
+        codes = tensors.tensor(name, "N K", torch.int8).view(torch.uint8) + spec.midpoint  # bytes wrap around
+        n, k = tensors.spec(name).shape
+        group = k // group_count(tensors, module, spec.group_size or -1, k)
+        scale = tensors.tensor(f"{module}.weight_scale", f"N K/{group}", FLOATS, N=n, K=k)
         _expect_no_zeros(tensors, module)
-        bias = bias_of(tensors, module, n)
-        return WeightData(_flip(codes.view(torch.uint8)), scale, bias=bias, bits=spec.bits)
+        if codes.numel() and int(codes.max()) >= spec.levels:
+            raise CheckpointError(f"{tensors.path}: {name} holds more than {spec.bits} bits; {MISMATCH}")
+        return WeightData(codes, scale, bias=bias_of(tensors, module, n), bits=spec.bits)
 
 
 class FloatQuantized:
@@ -157,8 +162,3 @@ def _expect_neutral(tensors: TensorFolder, name: str, zero: Tensor, neutral: int
         raise CheckpointError(
             f"{tensors.path}: {name} holds zero points, but its weights are symmetric; {MISMATCH}"
         )
-
-
-def _flip(codes: Tensor) -> Tensor:
-    """Return bytes of q = u - 128 from bytes of u, or the other way: the top bit flips."""
-    return codes ^ 0x80
