@@ -192,7 +192,8 @@ def test_a_pattern_that_does_not_come_is_counted(device):
         for memory in ranks.memories:
             exchange.probe(memory, wrong, number, write=False)
         assert wrong == 0 and all(ranks.is_empty(rank) for rank in range(2))
-    exchange.probe(ranks.memories[0], wrong, 3, write=True)
+    for memory in ranks.memories:
+        exchange.probe(memory, wrong, 3, write=True)
     ranks.places[1][1, 0, 2, 3:5] += 1
     exchange.probe(ranks.memories[1], wrong, 3, write=False)
     assert wrong == 2

@@ -42,16 +42,10 @@ def exchanged(x, words, row, k, inside, RANKS: tl.constexpr, WIRE: tl.constexpr,
     live = tl.max(inside.to(tl.int32), 1) > 0
     turn = turn_of(words, row, live, RANKS)
     push(bits, words, turn, row, k, inside, RANKS)
-    total = tl.zeros(x.shape, tl.float32)
-    early = looks(bits, words, turn, row, k, inside, RANKS)
-    for source in tl.static_range(RANKS):
-        if source == words[_RANK]:
-            total += bits.to(WIRE, bitcast=True).to(tl.float32)
-        else:
-            come = take(early[source], words, turn, source, row, k, inside, RANKS, ASM)
-            total += come.to(WIRE, bitcast=True).to(tl.float32)
+    come = take(bits, words, turn, row, k, inside, RANKS, ASM)
     end_turn(words, turn, row, live, RANKS)
-    return total
+    total = tl.where((sources(RANKS) < RANKS)[:, :, None], come.to(WIRE, bitcast=True).to(tl.float32), 0.0)
+    return tl.sum(total, 0)
 
 
 @triton.jit
@@ -79,42 +73,40 @@ def end_turn(words, turn, row, live, RANKS: tl.constexpr):
 
 @triton.jit
 def push(bits, words, turn, row, k, inside, RANKS: tl.constexpr):
-    """Write the integers bits [M, N] into this rank's places in the memory of all others."""
-    for other in tl.static_range(1, RANKS):
+    """Write the integers bits [M, N] into this rank's places in the memory of all ranks, its own too."""
+    for other in tl.static_range(RANKS):
         block = words[_BLOCKS + other]
-        tl.store(place_of(block, words, turn, words[_RANK], row, k, bits.dtype, RANKS), bits, mask=inside)
+        place = place_of(block, words, turn, words[_RANK], row, k, bits.dtype, RANKS)
+        tl.store(place, bits, mask=inside)
     tl.debug_barrier()  # none of them is left for after the wait
 
 
 @triton.jit
-def looks(like, words, turn, row, k, inside, RANKS: tl.constexpr):
-    """Return what lies in the places of each rank, as a tuple; `like` has their shape and type.
-
-    All of them are asked for at once: one after the other, each would take its own time to come.
-    """
-    early = ()
-    for source in tl.static_range(RANKS):
-        place = place_of(words[_BLOCKS], words, turn, source, row, k, like.dtype, RANKS)
-        early = early + (tl.load(place, mask=inside, other=0, volatile=True),)
-    return early
+def sources(RANKS: tl.constexpr):
+    """Return the ranks [S, 1], up to a power of two."""
+    return tl.arange(0, triton.next_power_of_2(RANKS))[:, None]
 
 
 @triton.jit
-def take(bits, words, turn, source, row, k, inside, RANKS: tl.constexpr, ASM: tl.constexpr):
-    """Wait for what `source`, another rank, has written for this one, return it [M, N], and empty the place.
+def take(like, words, turn, row, k, inside, RANKS: tl.constexpr, ASM: tl.constexpr):
+    """Wait for what all ranks have written for this one, return it [S, M, N], and empty the places.
 
-    `bits` is what lay there a moment ago. A program that waits longer than the words allow ends the process:
-    trap.
+    `like` [M, N] has the type. What lies behind the last of `sources` is that one's again. All are read at
+    once: one rank's behind another's would take a time of its own to come. A program that waits longer than
+    the words allow ends the process: trap.
     """
-    nothing = empty(bits.dtype)
-    place = place_of(words[_BLOCKS], words, turn, source, row, k, bits.dtype, RANKS)
+    nothing = empty(like.dtype)
+    source = tl.minimum(sources(RANKS), RANKS - 1)
+    place = place_of(words[_BLOCKS], words, turn[None], source, row[None], k, like.dtype, RANKS)
+    real = tl.broadcast_to(inside[None], place.shape)
+    bits = tl.load(place, mask=real, other=0, volatile=True)
     started = tl.zeros((), tl.int64)
-    while tl.max(tl.max((bits == nothing).to(tl.int32), 1), 0) > 0:
+    while tl.max((bits == nothing).to(tl.int32)) > 0:
         if ASM:
             started = patient(started, words[_PATIENCE])
-        bits = tl.load(place, mask=inside, other=0, volatile=True)
+        bits = tl.load(place, mask=real, other=0, volatile=True)
     tl.debug_barrier()  # all threads have their copy of what small rows have many of
-    tl.store(place, tl.zeros_like(bits) + nothing, mask=inside)
+    tl.store(place, tl.zeros_like(bits) + nothing, mask=real)
     return bits
 
 
@@ -131,10 +123,16 @@ def patient(started, patience):
 
 @triton.jit
 def place_of(block, words, turn, source, row, k, WORD: tl.constexpr, RANKS: tl.constexpr):
-    """Return pointers [M, N] to what `source` writes into a rank's block: columns k [N] of rows `row` [M]."""
+    """Return pointers [.., M, N] to what `source` writes into a rank's block: columns k [N] of rows [.., M].
+
+    `turn` has the shape of `row`; `source` is one rank, or [S, 1] of them for rows [1, M].
+    """
     start = block + (((turn & 1) * RANKS + source) * words[_ROWS] + row) * words[_ROW_BYTES]
-    start = tl.multiple_of(start.to(tl.pointer_type(WORD)), [16])  # so that 16 bytes are written at a time
-    return start[:, None] + k[None, :]
+    start = start.to(tl.pointer_type(WORD))
+    if len(row.shape) == 2:  # 16 bytes are written at a time
+        return tl.multiple_of(start, [16, 16])[:, :, None] + k[None, None, :]
+    else:
+        return tl.multiple_of(start, [16])[:, None] + k[None, :]
 
 
 @triton.jit

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from qrt.kernels import peer_memory
 from qrt.kernels.device import after_previous
-from qrt.kernels.exchange.device import empty, end_turn, looks, place_of, push, take, turn_of, words_of
+from qrt.kernels.exchange.device import empty, end_turn, place_of, push, take, turn_of, words_of
 from qrt.kernels.gpu import overlaps
 from qrt.kernels.launch import COMPILED, variant
 from qrt.kernels.peer_memory import Memory, ranks_of
@@ -34,11 +34,7 @@ def _largest(
     largest = tl.load(X + row, mask=live, other=0)[:, None]
     turn = turn_of(words, row, live, RANKS)
     push(largest, words, turn, row, k, live[:, None], RANKS)
-    early = looks(largest, words, turn, row, k, live[:, None], RANKS)
-    for source in tl.static_range(RANKS):
-        if source != words[_RANK]:
-            come = take(early[source], words, turn, source, row, k, live[:, None], RANKS, ASM)
-            largest = tl.maximum(largest, come)
+    largest = tl.max(take(largest, words, turn, row, k, live[:, None], RANKS, ASM), 0)
     end_turn(words, turn, row, live, RANKS)
     tl.store(Y + row, tl.max(largest, 1), mask=live)
 
@@ -47,7 +43,7 @@ def _largest(
 def _probe(
     PEERS, WRONG, round, WRITE: tl.constexpr, RANKS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Grid (rows,): WRITE a pattern into all places of other ranks, or count in WRONG what is not here."""
+    """Grid (rows,): WRITE a pattern into the places of all ranks, or count in WRONG what is not here."""
     words = words_of(PEERS, RANKS)
     row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
     turn = round + tl.zeros_like(row)
@@ -59,12 +55,11 @@ def _probe(
             push(at * 40503 + round * RANKS + words[_RANK].to(tl.int32), words, turn, row, k, inside, RANKS)
         else:
             for source in tl.static_range(RANKS):
-                if source != words[_RANK]:
-                    place = place_of(words[_BLOCKS], words, turn, source, row, k, tl.int32, RANKS)
-                    come = tl.load(place, mask=inside, other=0, volatile=True)
-                    wrong = inside & (come != at * 40503 + round * RANKS + source)
-                    tl.store(place, tl.zeros_like(come) + empty(tl.int32), mask=inside)
-                    tl.atomic_add(WRONG, tl.sum(tl.sum(wrong.to(tl.int32), 1), 0))
+                place = place_of(words[_BLOCKS], words, turn, source, row, k, tl.int32, RANKS)
+                come = tl.load(place, mask=inside, other=0, volatile=True)
+                wrong = inside & (come != at * 40503 + round * RANKS + source)
+                tl.store(place, tl.zeros_like(come) + empty(tl.int32), mask=inside)
+                tl.atomic_add(WRONG, tl.sum(tl.sum(wrong.to(tl.int32), 1), 0))
 
 
 def probe(memory: Memory, wrong: Tensor, round: int, *, write: bool) -> None:
