@@ -49,7 +49,7 @@ def _parser() -> ArgumentParser:
     add(
         "--out", metavar="DIR",
         help="folder to make; an interrupted run leaves its finished layers in DIR.partial, and the same "
-        "command continues from there (default: the model's name with -w4, -w8 or -w8a8)",
+        "command continues from there (default: the model's name with -w4, -w8, -w8a8 or -w4a8)",
     )  # fmt: skip
     add(
         "--device",

@@ -84,6 +84,11 @@ def awq_projections():
         ),
         (["--scheme", "w8a8"], "w8a8", {"num_bits": 8, "symmetric": True, "strategy": "channel"}),
         (["--scheme", "w8a8", "--bits", "8"], "w8a8", {"num_bits": 8}),
+        (
+            ["--scheme", "w4a8", "--sym", "--group-size", "32"],
+            "w4a8",
+            {"num_bits": 4, "symmetric": True, "group_size": 32},
+        ),
     ],
 )
 def test_grids(run, llama, tmp_path, flags, folder, scheme):
@@ -92,7 +97,7 @@ def test_grids(run, llama, tmp_path, flags, folder, scheme):
     assert code == 0, shown.err
     group = open_checkpoint(tmp_path / folder).config["quantization_config"]["config_groups"]["group_0"]
     assert scheme.items() <= group["weights"].items()
-    assert ("input_activations" in group) == (folder == "w8a8")
+    assert ("input_activations" in group) == folder.endswith("a8")
 
 
 def test_round_to_nearest_reads_text_only_to_measure(llama, calib, tmp_path, monkeypatch, capsys):
@@ -375,6 +380,8 @@ def test_recipes_from_a_file_and_flags_that_win(run, llama, tmp_path):
         ("{scheme: w8a8, method: smoothquant}", "--bits 8", {"method": "awq-gptq"}),
         ("{bits: 4, group_size: 64, asym: true}", "--bits 8", {"spec": grid_of("w8a16", 64, False)}),
         ("{bits: 4, method: rtn}", "--scheme w8a8", {"method": "rtn"}),
+        ("{group_size: 64, sym: true}", "--scheme w4a8", {"spec": grid_of("w4a8", 64, True)}),
+        ("{scheme: w8a8, method: smoothquant}", "--scheme w4a8", {"method": "smoothquant"}),
         ("{bits: 8, sym: false}", "", {"spec": grid_of("w8a16", None, False)}),
         ("{bits: 8, asym: true}", "--sym", {"spec": grid_of("w8a16", None, True)}),
         ("no-exact-fold: true", "", {"exact_folds": False}),

@@ -28,8 +28,8 @@ from zoo import MODELS, make
 
 TOKENS = torch.randint(4, 256, (2, 40), generator=torch.Generator().manual_seed(7))  # longer than each window
 FEW = {  # one for each way to store, to norm and to scale; the others are exhaustive
-    "phi3": "w4a16", "neox": "w8a8", "gemma2": "w4a16", "cohere2": "w4a16", "olmo2": "w8a8",
-    "qwen2_5_vl": "w4a16", "gpt_oss": "w8a8", "glm4_moe": "w4a16", "llama4-maverick": "w4a16",
+    "phi3": "w4a16", "neox": "w8a8", "gemma2": "w4a16", "cohere2": "w4a8", "olmo2": "w8a8",
+    "qwen2_5_vl": "w4a16", "gpt_oss": "w4a8", "glm4_moe": "w4a16", "llama4-maverick": "w4a16",
 }  # fmt: skip
 REFUSED = {"gpt2"}
 UNLOADED = {  # whose own classes fail to make a quantized Linear (transformers 5.17)
@@ -38,7 +38,7 @@ UNLOADED = {  # whose own classes fail to make a quantized Linear (transformers 
 CASES = [
     pytest.param(name, scheme, marks=[] if FEW.get(name) == scheme else [pytest.mark.exhaustive])
     for name in MODELS
-    for scheme in ("w4a16", "w8a8")
+    for scheme in ("w4a16", "w8a8", "w4a8")
     if name not in REFUSED
 ]
 
@@ -92,7 +92,7 @@ def test_loss_gradients_are_those_of_autograd(name, tmp_path):
 def test_calibrated_checkpoint_runs_here_and_in_transformers(name, scheme, tmp_path, calib):
     model = make(name, tmp_path / "model")
     save_tokenizer(tmp_path / "model")
-    sizes = {"group_size": 32} if scheme == "w4a16" else {}
+    sizes = {} if scheme == "w8a8" else {"group_size": 32}
     text = {"calib": str(calib), "n_samples": 8, "seqlen": 48, "eval_samples": 2}
     report = qrt.calibrate(tmp_path / "model", tmp_path / "out", scheme=scheme, **sizes, **text)
     decoder, tokens = ours(tmp_path / "out"), TOKENS[0].tolist()

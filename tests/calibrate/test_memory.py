@@ -44,7 +44,7 @@ def test_peak_does_not_grow_with_the_number_of_layers(
 ):
     peak = Peak()
     # in the middle of a layer, and where the next one is read
-    monkeypatch.setattr(correct, "search_clip", peak.sampled(correct.search_clip))
+    monkeypatch.setattr(correct, "choose_grid", peak.sampled(correct.choose_grid))
     for module in (pipeline, executor):
         monkeypatch.setattr(module, "read_layer", peak.sampled(module.read_layer))
     monkeypatch.setattr(search, "GRID", 3)

@@ -286,6 +286,7 @@ def test_limits_are_said_before_the_work(calibrate, mixture, tmp_path, capsys):
     assert "transformers loads no mixture of experts in w8a8" in said(
         "--scheme", "w8a8", "--group-size", "-1"
     )
+    assert "transformers loads no mixture of experts in w4a8; qrt runs it fast" in said("--scheme", "w4a8")
     if shares(mixture):
         assert "loads experts wrong" not in said("--ignore", "shared_expert.*")
 
@@ -306,7 +307,7 @@ def test_memory_is_foreseen(every, held, make_checkpoint, calib, tmp_path, monke
     for name in ("_inverse_factor", "round_block"):
         monkeypatch.setattr(gptq, name, peak.sampled(getattr(gptq, name)))
     monkeypatch.setattr(each, "round_block", peak.sampled(each.round_block))
-    monkeypatch.setattr(correct, "search_clip", peak.sampled(correct.search_clip))
+    monkeypatch.setattr(correct, "choose_grid", peak.sampled(correct.choose_grid))
     monkeypatch.setattr("qrt_calibrate.steps.figures.output_error", peak.sampled(output_error))
     before = live_bytes()
     foreseen = preflight(plan(open_checkpoint(source), recipe, CPU))

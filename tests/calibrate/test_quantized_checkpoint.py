@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qrt.errors import CheckpointError
+from qrt.quant import progressive
 from qrt.quant.checkpoint import open_checkpoint
 from qrt.quant.spec import Granularity, QuantSpec
 from qrt_calibrate import cli
@@ -120,7 +122,11 @@ def test_int8_is_almost_exact(llama, calib, tmp_path):
 @torch.no_grad()
 def test_the_reported_cost_is_that_of_what_transformers_loads(hard, calib, tmp_path):
     """KL, perplexities and agreement from the definition, on windows that did not calibrate."""
-    for scheme, spec, method in (("w4a16", W4, "awq-gptq"), ("w8a8", CHANNEL8, "smoothquant-gptq")):
+    for scheme, spec, method in (
+        ("w4a16", W4, "awq-gptq"),
+        ("w8a8", CHANNEL8, "smoothquant-gptq"),
+        ("w4a8", replace(W4, progressive=True), "awq-yaqa"),
+    ):
         plan = recipe(calib, scheme=scheme, spec=spec, method=method, eval_samples=2)
         cost = calibrate(str(hard), plan, tmp_path / scheme, CPU).cost
         windows = cut_windows([calib.read_text()], AutoTokenizer.from_pretrained(hard), 10, 64, seed=0)[8:]
@@ -137,6 +143,23 @@ def test_the_reported_cost_is_that_of_what_transformers_loads(hard, calib, tmp_p
             loss = F.nll_loss(logits.flatten(0, 1), windows[:, 1:].flatten())
             assert ppl == pytest.approx(float(loss.exp()), rel=1e-3 if scheme == "w4a16" else 3e-2)
         assert cost.agreement == pytest.approx(float((p.argmax(-1) == q.argmax(-1)).float().mean()), abs=0.05)
+
+
+@pytest.mark.parametrize(("symmetric", "dtype"), [(True, torch.float16), (False, torch.bfloat16)])
+def test_w4a8_is_written_in_steps_of_channels(symmetric, dtype, make_checkpoint, calib, tmp_path):
+    """Behind folds of any scales too, which divide the rows of v and up: there they stay powers of two."""
+    plain = make_checkpoint("LlamaForCausalLM", dtype=dtype)
+    source = make_hard(plain, tmp_path / "hard", Profile(64.0, 12, heads=True))
+    spec = QuantSpec(4, symmetric, Granularity.GROUP, 32, progressive=True)
+    plan = recipe(calib, scheme="w4a8", spec=spec, method="awq-yaqa", exact_folds=False, eval_samples=0)
+    report = calibrate(str(source), plan, tmp_path / "out", CPU)
+    written = open_checkpoint(tmp_path / "out")
+    assert all(layer.figures["largest scale"] > 1 for layer in report.layers)
+    for name in ("self_attn.v_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj"):
+        scheme, weight = written.linear(f"model.layers.1.{name}")
+        assert scheme == "w4a8" and progressive.split(weight.scale, weight.zero).steps.min() >= 1
+    for layer in report.layers:
+        assert layer.figures["output error"] < 0.5 * layer.figures["output error, rtn"]
 
 
 @torch.no_grad()

@@ -22,8 +22,8 @@ from qrt_calibrate.model.head import PlainHead
 from qrt_calibrate.model.reference import mixture_of
 from qrt_calibrate.recipe.method import Method, Scales
 from qrt_calibrate.recipe.recipe import Grid
-from qrt_calibrate.rounding.clip import search_clip
 from qrt_calibrate.rounding.gptq import BLOCK, ROW_BLOCKS, Factor, round_columns
+from qrt_calibrate.rounding.grid import choose_grid
 from qrt_calibrate.rounding.rtn import round_weight
 from qrt_calibrate.rounding.search import GRID, STRENGTHS
 from qrt_calibrate.steps.bench import SEARCH_TOKENS
@@ -114,7 +114,7 @@ def _rounding(method: Method, grid: Grid, weight: Tensor, dtype: torch.dtype) ->
     seconds = nearest * (2 + _candidates(method.scales))
     if method.clip:
         cost = torch.ones(columns, device=weight.device)
-        found = _seconds(lambda: search_clip(few, cost, spec, dtype), few)
+        found = _seconds(lambda: choose_grid(few, spec, dtype, cost), few)
         seconds += found * rows / len(few)
     if method.gptq:
         seconds += _gptq(weight, grid, dtype, method.rows, refactored=method.scales is not Scales.NONE)

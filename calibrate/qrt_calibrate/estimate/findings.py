@@ -29,9 +29,9 @@ def findings(job: Job, size: int) -> list[str]:
     found += _parallel(job, size)
     if any(not grid.spec.symmetric and grid.spec.bits == 8 for grid in job.quantized.values()):
         found.append("vLLM runs 8-bit weights with zero points on Hopper only; --sym runs on all its GPUs")
-    int8_tokens = any(WEIGHT_SCHEMES[grid.scheme].int8_tokens for grid in job.quantized.values())
-    if int8_tokens and job.arch.experts is None:
-        found.append("transformers only simulates w8a8, slowly; vLLM, SGLang and qrt run it fast")
+    rounding = sorted({grid.scheme for grid in job.quantized.values() if _rounds_tokens(grid)})
+    if job.arch.experts is None:
+        found += [f"transformers only simulates {scheme}, slowly; {_runs(scheme)}" for scheme in rounding]
     if job.arch.experts is not None:
         found += _mixture(job)
     head = f"{job.arch.names.head}.weight"
@@ -83,9 +83,9 @@ def _mixture(job: Job) -> list[str]:
             "experts are written one by one, as qrt reads them; transformers does not for this architecture"
         )
         return found
-    if any(grid and WEIGHT_SCHEMES[grid.scheme].int8_tokens for grid in experts):
-        found.append("transformers loads no mixture of experts in w8a8; qrt, vLLM and SGLang do")
-        return found
+    if rounding := sorted({grid.scheme for grid in experts if grid and _rounds_tokens(grid)}):
+        here = "transformers loads no mixture of experts in"
+        return [*found, *(f"{here} {scheme}; {_runs(scheme)}" for scheme in rounding)]
     if any(grid and not grid.spec.symmetric for grid in experts):
         found.append("transformers does not load experts with zero points; with --sym it does")
     if experts != {main}:
@@ -94,6 +94,18 @@ def _mixture(job: Job) -> list[str]:
             f"grid, {main.describe()}; qrt, vLLM and SGLang read them right"
         )
     return found
+
+
+def _rounds_tokens(grid: Grid) -> bool:
+    return WEIGHT_SCHEMES[grid.scheme].int8_tokens
+
+
+def _runs(scheme: str) -> str:
+    """Say which engines run a scheme that rounds tokens to int8."""
+    spec = WEIGHT_SCHEMES[scheme].spec
+    if spec is not None and spec.progressive:
+        return "qrt runs it fast, vLLM reads it without zero points (--sym), and SGLang does not"
+    return "vLLM, SGLang and qrt run it fast"
 
 
 def _stacks(config: Mapping[str, Any]) -> bool:

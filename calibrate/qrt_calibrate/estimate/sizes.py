@@ -8,6 +8,7 @@ from math import prod
 import torch
 
 from qrt.quant.checkpoint import Checkpoint
+from qrt.quant.checkpoint.layout import PackQuantized
 from qrt.quant.spec import TensorSpec
 from qrt.quant.weight import WEIGHT_SCHEMES
 from qrt_calibrate.recipe.recipe import Grid
@@ -27,7 +28,7 @@ def output_bytes(checkpoint: Checkpoint, written: Mapping[str, Grid], dtype: tor
 
 def stored_bytes(weight: TensorSpec, grid: Grid, dtype: torch.dtype) -> int:
     """Return the bytes of all tensors of one quantized Linear, its bias left out."""
-    shape = 0 if WEIGHT_SCHEMES[grid.scheme].int8_tokens else SHAPE_BYTES
+    shape = SHAPE_BYTES if WEIGHT_SCHEMES[grid.scheme].stored == PackQuantized.name else 0
     return linear_bytes(weight, grid, dtype) + shape
 
 
@@ -41,7 +42,7 @@ def linear_bytes(weight: TensorSpec, grid: Grid | None, dtype: torch.dtype) -> i
     (rows, inputs), spec = weight.shape, grid.spec
     groups = inputs // spec.group_of(inputs)
     scales = rows * groups * dtype.itemsize
-    if WEIGHT_SCHEMES[grid.scheme].int8_tokens:
+    if WEIGHT_SCHEMES[grid.scheme].stored != PackQuantized.name:
         return rows * inputs + scales
     zeros = 0 if spec.symmetric else groups * _in_words(rows * spec.bits)
     return rows * _in_words(inputs * spec.bits) + scales + zeros

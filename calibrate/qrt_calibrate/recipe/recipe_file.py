@@ -85,10 +85,11 @@ def with_flags(entries: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str
     if {"bits", "scheme"} & flags.keys():
         scheme = scheme_of(flags.get("bits"), flags.get("scheme"))
         changed = scheme != scheme_of(entries.get("bits"), entries.get("scheme"))
-        method = METHODS.get(entries.get("method", ""))
-        if changed and WEIGHT_SCHEMES[scheme].int8_tokens:
+        method, kind = METHODS.get(entries.get("method", "")), WEIGHT_SCHEMES[scheme]
+        if changed and kind.spec is not None and kind.spec.group_size is None:
             displaced |= {"group_size", "symmetric"}
-        elif changed and method is not None and method.scales is Scales.SMOOTHQUANT:
+        smooths = method is not None and method.scales is Scales.SMOOTHQUANT
+        if changed and smooths and not kind.int8_tokens:
             displaced.add("method")
     return {key: value for key, value in entries.items() if key not in displaced} | dict(flags)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from qrt.quant.affine import choose_qparams, dequantize, quantize
 from qrt.quant.spec import QuantSpec
-from qrt_calibrate.rounding.rtn import round_weight
 
 SHRINKS = tuple(1 - step / 40 for step in range(15))  # 1.00, 0.975, ... 0.65
 _BLOCK_ELEMENTS = 1 << 19  # rows are searched in blocks that stay in a CPU's cache
@@ -36,7 +36,9 @@ def _search_rows(weight: Tensor, importance: Tensor, spec: QuantSpec, dtype: tor
     best = weight.new_ones(*weight.shape[:-1], weight.shape[-1] // group)
     least = torch.full_like(best, torch.inf)
     for shrink in SHRINKS:
-        wrong = round_weight(weight, spec, dtype, shrink).dequantize().sub_(weight).square_()
+        scale, zero = choose_qparams(weight, spec, dtype, shrink)
+        rounded = dequantize(quantize(weight, scale, zero, spec), scale, zero, spec.bits)
+        wrong = rounded.sub_(weight).square_()
         error = wrong.mul_(importance).unflatten(-1, (-1, group)).sum(-1)
         better = error < least
         least = torch.where(better, error, least)

@@ -7,16 +7,17 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from qrt.quant.affine import choose_qparams, quantize
+from qrt.quant.affine import quantize
 from qrt.quant.spec import QuantSpec
 from qrt.quant.weight import WeightData
+from qrt_calibrate.rounding.grid import choose_grid
 
 
 def round_weight(
-    weight: Tensor, spec: QuantSpec, dtype: torch.dtype, shrink: float | Tensor = 1.0
+    weight: Tensor, spec: QuantSpec, dtype: torch.dtype, importance: Tensor | None = None
 ) -> WeightData:
-    """Round `weight` [N, K] to nearest on the grid of `spec`, scales in `dtype`; see `choose_qparams`."""
-    scale, zero = choose_qparams(weight, spec, dtype, shrink)
+    """Round `weight` [N, K] to nearest on the grid that `choose_grid` chooses."""
+    scale, zero = choose_grid(weight, spec, dtype, importance)
     return WeightData(quantize(weight, scale, zero, spec), scale, zero, bits=spec.bits)
 
 

@@ -106,27 +106,49 @@ class RoundedCost:
         return loss
 
 
+class TokenNoise:
+    """The mean squared error that rounding tokens to int8 leaves in each input of a Linear.
+
+    x          [T, K] tokens
+    weights    [T, 1]: cost of a squared error in each token; None: all the same
+    power      E[|x|^2], as the other costs count it, over all tokens
+    """
+
+    def __init__(self, x: Tensor, weights: Tensor | None, power: float) -> None:
+        self._x = x.abs() if weights is None else x.abs() * weights.sqrt()
+        total = float(self._x.square().sum())
+        self._share = power / total / (12 * affine.INT8_MAX**2) if total else 0.0
+
+    def __call__(self, columns: Tensor) -> float:
+        """Return it after a fold that divides the input by `columns` [K]: step^2 / 12."""
+        return float((self._x / columns).amax(1).square().sum()) * self._share
+
+
 class ColumnCost:
     """The cost of scales as the error that GPTQ will leave, estimated without rounding.
 
     It is the variance of rounding, step^2 / 12, in each column times the cost of an error there after later
     columns have compensated. Folding s turns the factor U of the Hessian into U D, and so that cost into
-    cost / s^2, for every candidate.
+    cost / s^2, for every candidate. `noise` adds the error of rounded tokens, for which nothing compensates.
     """
 
-    def __init__(self, pair: Pair, factor: Factor, spec: QuantSpec) -> None:
-        self._pair, self._spec = pair, spec
+    def __init__(self, pair: Pair, factor: Factor, spec: QuantSpec, noise: TokenNoise | None = None) -> None:
+        self._pair, self._spec, self._noise = pair, spec, noise
         self._importance = factor.importance()
 
     def __call__(self, scales: Tensor) -> float:
         columns = self._pair.spread(scales)
         squares: list[Tensor] = []
+        size = 0.0
         for reader in self._pair.readers:
-            step, _ = affine.choose_qparams(reader.weight * columns, self._spec, torch.float32)
+            weight = reader.weight * columns
+            step, _ = affine.choose_qparams(weight, self._spec, torch.float32)
             squares.append(step.square().sum(0))
+            size += float(weight.square().sum())
         total = torch.stack(squares).sum(0)
         cost = (self._importance / columns.square()).view(len(total), -1).sum(1)
-        return float((total * cost).sum()) / 12
+        tokens = 0.0 if self._noise is None else self._noise(columns) * size
+        return float((total * cost).sum()) / 12 + tokens
 
 
 def round_input(module: nn.Linear, columns: Tensor | None = None) -> Any:

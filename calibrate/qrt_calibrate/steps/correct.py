@@ -13,13 +13,12 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from qrt.quant.affine import choose_qparams
 from qrt.quant.weight import WeightData
 from qrt_calibrate.recipe.method import Method
 from qrt_calibrate.recipe.recipe import Grid
-from qrt_calibrate.rounding.clip import search_clip
 from qrt_calibrate.rounding.each import round_each
 from qrt_calibrate.rounding.gptq import Factor, round_columns
+from qrt_calibrate.rounding.grid import choose_grid
 from qrt_calibrate.rounding.observe import Moments
 from qrt_calibrate.rounding.rtn import round_weight
 from qrt_calibrate.steps.figures import Figures
@@ -55,11 +54,11 @@ class Rounder:
         if factor is None:
             if self._method.gptq:
                 self._figures.note("rounded to nearest", 1.0)
-            shrink = self._shrink(weight, moments.hessian.diagonal(), grid)
-            return round_weight(weight, grid.spec, self._dtype, shrink)
+            importance = moments.hessian.diagonal() if self._method.clip else None
+            return round_weight(weight, grid.spec, self._dtype, importance)
         weight = self._corrected(weight, moments, factor)
-        shrink = self._shrink(weight, factor.importance(), grid)
-        scale, zero = choose_qparams(weight, grid.spec, self._dtype, shrink)
+        importance = factor.importance() if self._method.clip else None
+        scale, zero = choose_grid(weight, grid.spec, self._dtype, importance)
         return round_columns(weight, factor, scale, zero, grid.spec, self._rows(weight, gradients))
 
     def round_each(
@@ -76,9 +75,8 @@ class Rounder:
             return [self.round(weight, own, factor, None, grid) for weight, own, factor in given]
         corrected = map(self._corrected, weights, moments, known)
         stacked = torch.stack(list(corrected))
-        importance = torch.stack([factor.importance() for factor in known])
-        shrink = self._shrink(stacked, importance, grid)
-        scale, zero = choose_qparams(stacked, grid.spec, self._dtype, shrink)
+        each = torch.stack([factor.importance() for factor in known]) if self._method.clip else None
+        scale, zero = choose_grid(stacked, grid.spec, self._dtype, each)
         codes = round_each(stacked, known, scale, zero, grid.spec)
         zeros = [None] * len(codes) if zero is None else zero
         parts = zip(codes, scale, zeros, strict=True)
@@ -89,9 +87,6 @@ class Rounder:
         # an almost dead input asks for larger weights, which would be infinite in the model dtype
         most = torch.finfo(self._dtype).max / 2
         return correction.mul_(trust).add_(weight).clamp_(-most, most)
-
-    def _shrink(self, weight: Tensor, importance: Tensor, grid: Grid) -> Tensor | float:
-        return search_clip(weight, importance, grid.spec, self._dtype) if self._method.clip else 1.0
 
     def _rows(self, weight: Tensor, gradients: OutputMoments | None) -> list[Factor]:
         """Factorize the moments of the outputs' gradients; [] if each row is rounded on its own."""

@@ -68,7 +68,10 @@ def quantize_layer(
         bench = Bench(job.layer_name(index), arch, eps, executor, index, tensors, streams)
         pairs = foldable(arch.smooth, arch.projections, grids)
         figures, recipe, dtype = Figures(), job.recipe, job.scale_dtype
-        search = ScaleSearch(bench, pairs, recipe.rules.scales, recipe.exact_folds, dtype)
+        # a progressive source takes only scales that leave its channels' scales exact
+        steps = {name for name, grid in grids.items() if grid.spec.progressive}
+        exact = {pair.source for pair in pairs if recipe.exact_folds or pair.source in steps}
+        search = ScaleSearch(bench, pairs, recipe.rules.scales, exact, dtype)
         rounder = Rounder(recipe.rules, dtype, recipe.damping, figures)
         all_experts = recipe.moe_calibrate_all_experts
         done = LayerWork(bench, search, rounder, figures, all_experts).quantize(grids)

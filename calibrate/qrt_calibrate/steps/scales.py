@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from os.path import commonprefix
 
@@ -17,7 +17,13 @@ from qrt_calibrate.recipe.method import Scales
 from qrt_calibrate.rounding.fold import Pair, check_unchanged, divided
 from qrt_calibrate.rounding.gptq import Factor
 from qrt_calibrate.rounding.observe import Call, Moments, norm_weights, record_calls
-from qrt_calibrate.rounding.search import ColumnCost, RoundedCost, awq_candidates, smooth_candidates
+from qrt_calibrate.rounding.search import (
+    ColumnCost,
+    RoundedCost,
+    TokenNoise,
+    awq_candidates,
+    smooth_candidates,
+)
 from qrt_calibrate.steps.bench import Bench, Stage
 from qrt_calibrate.steps.figures import Figures
 
@@ -27,7 +33,7 @@ class ScaleSearch:
 
     pairs      pairs whose source may change
     scales     how candidates are made
-    powers     whether scales are powers of two
+    exact      sources whose scales are powers of two
     dtype      dtype of the model, in which scales, norms and biases are stored
     """
 
@@ -36,10 +42,10 @@ class ScaleSearch:
         bench: Bench,
         pairs: list[Smooth],
         scales: Scales,
-        powers: bool,
+        exact: Collection[str],
         dtype: torch.dtype,
     ) -> None:
-        self._bench, self._scales, self._powers = bench, scales, powers
+        self._bench, self._scales, self._exact = bench, scales, exact
         self._pairs = {} if scales is Scales.NONE else {pair.readers[0]: pair for pair in reversed(pairs)}
         self._dtype = dtype
         self._calls: dict[str, Call | None] = {}  # of the last block that was asked for
@@ -62,13 +68,14 @@ class ScaleSearch:
         `check` afterwards.
         """
         bench, smooth = self._bench, self._pairs.get(stage.parts[0])
-        if smooth is None or (cost := self._cost(smooth, stage, factor)) is None:
+        if smooth is None or (cost := self._cost(smooth, stage, moments, factor)) is None:
             return None
         rows = None if smooth.part is None else part_rows(bench.arch, smooth.part)
         layers = bench.exact, bench.rounded
         pair, rounded = (Pair(layer, smooth, bench.arch.head_dim, rows) for layer in layers)
-        candidates = self._candidates(pair, moments, stage)
-        if self._powers:
+        exact = smooth.source in self._exact
+        candidates = self._candidates(pair, moments, stage, exact)
+        if exact:
             candidates = (
                 scales for scales in candidates if self._is_exact(rounded, done.get(smooth.source), scales)
             )
@@ -89,18 +96,19 @@ class ScaleSearch:
         bench = self._bench
         check_unchanged(bench.wanted, bench.run(bench.exact), bench.sample, bench.name, smooth)
 
-    def _candidates(self, pair: Pair, moments: Moments, stage: Stage) -> Iterator[Tensor]:
+    def _candidates(self, pair: Pair, moments: Moments, stage: Stage, exact: bool) -> Iterator[Tensor]:
         if self._scales is Scales.SMOOTHQUANT:
-            return smooth_candidates(pair, moments.max_abs, self._powers)
-        return awq_candidates(pair, moments.mean_abs, stage.grid.spec, self._powers)
+            return smooth_candidates(pair, moments.max_abs, exact)
+        return awq_candidates(pair, moments.mean_abs, stage.grid.spec, exact)
 
     def _cost(
-        self, smooth: Smooth, stage: Stage, factor: Factor | None
+        self, smooth: Smooth, stage: Stage, moments: Moments, factor: Factor | None
     ) -> Callable[[Pair], ColumnCost | RoundedCost] | None:
         """Return what judges candidates for a pair; None for an expert that the sample does not reach."""
         bench, grid = self._bench, stage.grid
         if factor is not None and self._scales is Scales.AWQ:
-            return lambda pair: ColumnCost(pair, factor, grid.spec)
+            noise = self._noise(stage, float(moments.hessian.trace()))
+            return lambda pair: ColumnCost(pair, factor, grid.spec, noise)
         call = self._call(_block(bench.arch, smooth.readers))
         if call is None:
             return None
@@ -109,6 +117,18 @@ class ScaleSearch:
         if call.output.shape == bench.sample.shape:
             weights = self._sample_weights(stage, call.output)
         return lambda pair: RoundedCost(pair, call, grid.spec, self._dtype, int8_tokens, weights)
+
+    def _noise(self, stage: Stage, power: float) -> TokenNoise | None:
+        """Return what rounding the sample's tokens costs at the input of `stage`; None if they stay."""
+        if not WEIGHT_SCHEMES[stage.grid.scheme].int8_tokens:
+            return None
+        call = self._call(stage.parts[0])
+        if call is None:
+            return None
+        closes = stage.parts[0] not in self._bench.arch.readers
+        whole = call.output.shape == self._bench.sample.shape
+        weights = self._sample_weights(stage, call.output) if closes and whole else None
+        return TokenNoise(call.arguments[0].flatten(0, -2), weights, power)
 
     def _call(self, block: str) -> Call | None:
         """Return the call of `block` on the sample; those of all experts' Linears are recorded at once."""

@@ -20,7 +20,8 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(
-    "entries", [{"bits": 4}, {"bits": 8}, {"scheme": "w8a8"}, {"bits": 4, "head_bits": 8}]
+    "entries",
+    [{"bits": 4}, {"bits": 8}, {"scheme": "w8a8"}, {"bits": 4, "head_bits": 8}, {"scheme": "w4a8"}],
 )
 def test_output_has_the_expected_size(llama, tmp_path, entries, capsys):
     recipe = recipe_of({**entries, "method": "rtn", "eval_samples": 0})

@@ -7,10 +7,17 @@ from torch import nn
 from qrt.arch.base import Smooth
 from qrt.quant.affine import choose_qparams, dequantize, quantize
 from qrt.quant.spec import Granularity, QuantSpec
+from qrt.quant.tokens import QuantizedTokens
 from qrt_calibrate.rounding.fold import Pair
 from qrt_calibrate.rounding.gptq import Factor, round_columns
 from qrt_calibrate.rounding.observe import Call
-from qrt_calibrate.rounding.search import ColumnCost, RoundedCost, awq_candidates, smooth_candidates
+from qrt_calibrate.rounding.search import (
+    ColumnCost,
+    RoundedCost,
+    TokenNoise,
+    awq_candidates,
+    smooth_candidates,
+)
 
 SPEC = QuantSpec(4, symmetric=False, granularity=Granularity.GROUP, group_size=32)
 
@@ -150,3 +157,20 @@ def test_column_cost_ranks_candidates_as_gptq_does():
         true.append(float(torch.einsum("nk,kl,nl->", wrong, folded, wrong)))
     assert true[foreseen.index(min(foreseen))] < 1.1 * min(true) < 0.5 * true[0]
     assert foreseen == pytest.approx(true, rel=0.2)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_column_cost_adds_what_rounded_tokens_cost(weighted):
+    """As rounding them costs in truth, of outputs weighted by token; E[|x|^2] is of as many."""
+    block = Block(outliers=15.0)
+    pair = Pair(block, Smooth("norm", ("reader",)), head_dim=64)
+    weights = torch.rand(100, 1) + 0.1 if weighted else None
+    x = block.x if weights is None else block.x * weights.sqrt()
+    factor = Factor.of(x.T @ x / 100, 0.01)
+    noise = TokenNoise(block.x, weights, float(x.square().sum()) / 100)
+    for scales in candidates(pair, block.x.abs().mean(0)):
+        added = ColumnCost(pair, factor, SPEC, noise)(scales) - ColumnCost(pair, factor, SPEC)(scales)
+        folded = block.x / scales
+        wrong = (QuantizedTokens.of(folded).dequantize() - folded) @ (block.reader.weight * scales).T
+        squares = wrong.square() if weights is None else wrong.square() * weights
+        assert added == pytest.approx(float(squares.sum()) / 100, rel=0.2)

@@ -25,7 +25,7 @@ class W4A8Scheme(W4A16Scheme):
     name = "w4a8"
     spec = QuantSpec(4, symmetric=False, granularity=Granularity.GROUP, group_size=128, progressive=True)
     int8_tokens = True
-    head, method = "w8a8", "smoothquant-gptq"
+    head, method = "w8a8", "awq-yaqa"
     packed = Int8Rows
 
     def linear_ref(self, x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None) -> Tensor:
