@@ -2,7 +2,7 @@
 
 Runs in qrt's environment. qrt reads the checkpoints (plain, compressed-tensors, GPTQ, AWQ) and dequantizes
 them in fp32; transformers computes with them in fp32. The text is cut as GPTQ does: joined, disjoint
-windows. Linears of W8A8 round their inputs to int8 per token, as qrt does.
+windows. Linears of W8A8 and W4A8 round their inputs to int8 per token, as qrt does.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from qrt.quant.affine import quantize_tokens
 from qrt.quant.checkpoint import open_checkpoint
-from qrt.quant.weight import WeightData
+from qrt.quant.weight import WEIGHT_SCHEMES, WeightData
 from qrt.text.tokenizer import Tokenizer
 from qrt_eval.inputs.text import load_text
 from qrt_eval.quality.protocol import PROTOCOLS
@@ -67,7 +67,7 @@ def load(folder: Path) -> tuple[nn.Module, float]:
                 scheme, weight = source.linear(name)
                 module.weight.copy_(weight.dequantize())
                 bits.add(weight)
-                if scheme == "w8a8":
+                if WEIGHT_SCHEMES[scheme].int8_tokens:
                     module.register_forward_pre_hook(round_inputs)
             else:
                 for part, parameter in module.named_parameters(recurse=False):

@@ -1,5 +1,6 @@
 """eval/peers/score.py, which compares other tools' checkpoints with the original."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -46,9 +47,12 @@ def test_int4_checkpoint_computes_as_in_transformers(score, tmp_path):
     assert bits == pytest.approx(4 + (32 + 4) / 64)  # fp32 scales and 4-bit zeros
 
 
-def test_w8a8_checkpoint_rounds_inputs(score, tmp_path):
+@pytest.mark.parametrize("scheme, spec", [
+    ("w8a8", QuantSpec(8, True, Granularity.CHANNEL)), ("w4a8", replace(G64, progressive=True)),
+])  # fmt: skip
+def test_int8_tokens_round_inputs(score, scheme, spec, tmp_path):
     plain = random_checkpoint(tmp_path / "plain", "LlamaForCausalLM")
-    quantize_checkpoint(plain, tmp_path / "int8", "w8a8", QuantSpec(8, True, Granularity.CHANNEL))
+    quantize_checkpoint(plain, tmp_path / "int8", scheme, spec)
     model, _ = score.load(tmp_path / "int8")
     seen = []
     layer = model.model.layers[1].mlp.down_proj

@@ -61,7 +61,7 @@ def configure(folder, change):
     (folder / "config.json").write_text(json.dumps(config))
 
 
-@pytest.mark.parametrize(("name", "scheme"), one_in(3, MIXTURES, ["w4a16", "w8a16", "w8a8"]))
+@pytest.mark.parametrize(("name", "scheme"), one_in(3, MIXTURES, ["w4a16", "w8a16", "w8a8", "w4a8"]))
 def test_compressed_tensors(name, scheme, sources, tmp_path):
     source, modules = sources(name)
     spec = WEIGHT_SCHEMES[scheme].spec
@@ -70,7 +70,8 @@ def test_compressed_tensors(name, scheme, sources, tmp_path):
     values = {f"{module}.weight": weight.dequantize() for module, weight in written.items()}
     altered(source, tmp_path / "plain", lambda tensors: tensors.update(values))
     assert set(ours(tmp_path / "q").schemes) == {scheme}
-    assert distance(tmp_path / "q", tmp_path / "plain") < (0.1 if scheme == "w8a8" else 1e-5)
+    rounds_tokens = WEIGHT_SCHEMES[scheme].int8_tokens  # which may then choose other experts
+    assert distance(tmp_path / "q", tmp_path / "plain") < (0.2 if rounds_tokens else 1e-5)
     assert distance(tmp_path / "q", source) > 1e-3  # it was quantized at all
 
 

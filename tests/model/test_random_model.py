@@ -37,6 +37,8 @@ GRIDS = [
     ("w4a16", 32, True),
     ("w4a16", 64, False),
     ("w8a8", None, None),
+    ("w4a8", None, None),
+    ("w4a8", 32, True),
 ]
 
 

@@ -78,6 +78,20 @@ def test_int8_ranks_have_the_codes_and_the_scales_of_the_whole(llama, tmp_path):
         assert torch.equal(parts[0].bias, own.bias) and not any(part.bias.any() for part in parts[1:])
 
 
+@pytest.mark.parametrize("group", [GROUP, 128])
+def test_progressive_ranks_have_the_weights_of_the_whole(llama, group, tmp_path):
+    """Also where a cut parts a group; a part may have a larger scale and smaller steps than the whole."""
+    folder = rounded(llama, "w4a8", tmp_path / "q", group)
+    assert distance(folder, 4) < 0.05
+    layers, whole = [model.layers[0] for model in loaded(folder, 4)], ours(folder).layers[0]
+    for own, parts in (
+        (whole.attention.o, [layer.attention.o for layer in layers]),
+        (whole.mlp.down, [layer.mlp.down for layer in layers]),
+    ):
+        values = [codes * channel[:, None] for codes, channel, _ in (one.tensors for one in (own, *parts))]
+        assert torch.equal(torch.cat(values[1:], 1), values[0])
+
+
 @pytest.mark.parametrize("tool", TOOLS)
 def test_gptq_and_awq(llama, tool, tmp_path):
     quantize_as(tool, llama[0], tmp_path / "q", tmp_path / "plain", llama[1], group=GROUP)
@@ -144,7 +158,7 @@ def test_ranks_read_only_their_slices(llama, kind, tmp_path, monkeypatch):
             assert sum(read[name] for read in each) == times * checkpoint.spec(name).num_bytes, name
 
 
-@pytest.mark.parametrize("scheme, group", [("w4a16", 64), ("w4a16", 128), ("w8a8", None)])
+@pytest.mark.parametrize("scheme, group", [("w4a16", 64), ("w4a16", 128), ("w8a8", None), ("w4a8", 128)])
 def test_dummy_ranks_are_as_large_as_loaded_ones(llama, scheme, group, tmp_path):
     folder = rounded(llama, scheme, tmp_path / "q", group)
     how = {"device": torch.device("cpu"), "dtype": torch.float32}

@@ -10,7 +10,7 @@ from qrt.quant.weight import WEIGHT_SCHEMES, WeightData
 from random_weights import random_weight
 
 DISTINCT = 17  # experts whose weights differ; those of more repeat
-BITS = {"fp16": 0, "w4a16": 4, "w8a16": 8, "w8a8": 8, "mxfp4": 4}
+BITS = {"fp16": 0, "w4a16": 4, "w8a16": 8, "w8a8": 8, "w4a8": 4, "mxfp4": 4}
 
 
 @dataclass
@@ -56,8 +56,9 @@ def mixture(
             return _floats(n, k, seed, device)
         size = None if scheme == "w8a8" else group
         return random_weight(
-            n, k, bits, size, symmetric=symmetric, dtype=dtype, perm=perm, device=device, seed=seed
-        )
+            n, k, bits, size, symmetric=symmetric, dtype=dtype, perm=perm, device=device, seed=seed,
+            progressive=scheme == "w4a8",
+        )  # fmt: skip
 
     def weights(n, k, seed):
         made = [weight(n, k, seed + e) for e in range(min(experts, DISTINCT))]
@@ -94,14 +95,14 @@ def activated(gate: Tensor, up: Tensor, act: str) -> Tensor:
 
 
 def in_int8(x: Tensor) -> Tensor:
-    """Return tokens as the codes of w8a8 stand for them: 127 steps to the largest."""
+    """Return tokens as int8 codes stand for them: 127 steps to the largest."""
     step = x.abs().amax(1, keepdim=True) / 127
     return (x / step).round() * step
 
 
 def truth(x: Tensor, chosen: Tensor, weights: Tensor, found: Mixture) -> Tensor:
-    """Return what each expert adds, fp64 [k, T, H]. Both products of w8a8 read tokens in int8."""
-    read_as = in_int8 if found.scheme == "w8a8" else torch.Tensor.double
+    """Return what each expert adds, fp64 [k, T, H]. Both products of w8a8 and w4a8 read tokens in int8."""
+    read_as = in_int8 if WEIGHT_SCHEMES[found.scheme].int8_tokens else torch.Tensor.double
     shares = torch.zeros(chosen.shape[1], *x.shape, dtype=torch.float64, device=x.device)
     for expert in chosen.unique().tolist():
         gate_up, down = (part[expert].dequantize().double() for part in (found.gate_up, found.down))

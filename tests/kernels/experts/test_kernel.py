@@ -1,5 +1,7 @@
 """`experts` in Triton (the GPU, the interpreter, or PTX on the CPU) against a loop in fp64."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from experts_truth import inputs, mixture, truth
@@ -126,6 +128,16 @@ def test_int8_tokens_are_those_of_the_definition(device):
     x, chosen, weights = inputs(9, 128, 4, 2, device=device)
     args = x, chosen, weights, *found.args(x.dtype, device)
     assert relative(kernel.experts_shares(*args), ref.experts_shares(*args)) < 1e-4
+
+
+@pytest.mark.parametrize("tokens", [1, 9])
+def test_w4a8_multiplies_as_w4a16(device, tokens):
+    """Experts read 16-bit tokens: their kernels are bound by reading weights, not by products."""
+    found = mixture(4, 128, 64, "w4a8", torch.float16, symmetric=False, device=device)
+    x, chosen, weights = inputs(tokens, 128, 4, 2, torch.float16, device)
+    both = (found, replace(found, scheme="w4a16"))
+    args = [one.args(x.dtype, device) for one in both]
+    assert torch.equal(*(kernel.experts_shares(x, chosen, weights, *own) for own in args))
 
 
 def test_many_summands_are_rounded_before_they_are_added(device, monkeypatch):
