@@ -55,16 +55,18 @@ def split(scale: Tensor, zero: Tensor | None) -> Progressive:
 
     `zero` is uint8, or None for 8. Raises UnsupportedError where a row is not progressive.
     """
-    mantissa, exponent = torch.frexp(scale.double())
-    least = exponent.masked_fill(scale == 0, torch.iinfo(exponent.dtype).max).amin(1, keepdim=True)
+    usable = (scale >= 0) & scale.isfinite()
+    wide = scale.double().where(usable, 0)
+    mantissa, exponent = torch.frexp(wide)
+    least = exponent.masked_fill(wide == 0, torch.iinfo(exponent.dtype).max).amin(1, keepdim=True)
     distance = (exponent - least).clamp(0, _FARTHEST)
     whole = (mantissa * _MANTISSA).long() << distance
     steps = whole // _common_divisor(whole).clamp(min=1)
     center = torch.full_like(steps, _MIDPOINT) if zero is None else zero.long()
-    fits = (scale >= 0) & scale.isfinite() & (center * steps <= 128) & ((_LAST - center) * steps <= 127)
+    fits = usable & (center * steps <= 128) & ((_LAST - center) * steps <= 127)
     if not fits.all():
         raise _refusal(scale, steps, fits)
-    channel = scale.double().amax(1) / steps.amax(1).clamp(min=1)  # exact
+    channel = wide.amax(1) / steps.amax(1).clamp(min=1)  # exact
     return Progressive(steps.to(torch.uint8), (_OFFSET - center * steps).to(torch.uint8), channel.float())
 
 
@@ -79,10 +81,11 @@ def _common_divisor(whole: Tensor) -> Tensor:
 
 def _refusal(scale: Tensor, steps: Tensor, fits: Tensor) -> UnsupportedError:
     row, group = (~fits).nonzero()[0].tolist()
+    found = int(steps[row, group]) or "no number of"
     return UnsupportedError(
         f"group scales: expected each row's to be one number times whole steps of 1 to {MOST_STEPS}, such "
         f"that no (code - zero point) * step leaves int8, got {scale[row, group].item():.6g} in row {row}, "
-        f"which is {steps[row, group]} steps; quantize the original with --scheme w4a8, or run it as w4a16: "
+        f"which is {found} steps; quantize the original with --scheme w4a8, or run it as w4a16: "
         "qrt-calibrate convert --weight-only"
     )
 

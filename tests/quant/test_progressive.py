@@ -76,7 +76,7 @@ def test_a_row_of_zeros_has_no_channel():
         ([1.0, 16.0], [8, 7], "16 steps"), ([1.0, 15.0], [8, 7], None), ([1.0, 9.0], [8, 0], "9 steps"),
         ([1.0, 8.0], [8, 0], None), ([1.0, 8.0], [8, 15], None), ([1.0, 9.0], [8, 15], "9 steps"),
         ([1.0, 1.0078125], None, "128 steps"), ([1.0, 2.0**90], None, "got 1.2379.*e[+]27"),
-        ([1.0, -1.0], None, "got -1 in"), ([1.0, float("nan")], None, "got nan in"),
+        ([1.0, -1.0], None, "got -1 in .* no number of steps"), ([1.0, float("nan")], None, "got nan in"),
         ([float("inf"), 1.0], None, "got inf in"), ([2.0**-149, 2.0**-145], None, None),
     ],
 )  # fmt: skip

@@ -16,7 +16,13 @@ from typing import Any
 from qrt.errors import UnsupportedError
 from qrt_eval.reports.picture import STYLE, fingerprint
 
-COLORS = {"fp16": "#000000", "w8a16": "#0072b2", "w8a8": "#009e73", "w4a16": "#d55e00"}
+COLORS = {
+    "fp16": "#000000",
+    "w8a16": "#0072b2",
+    "w8a8": "#009e73",
+    "w4a16": "#d55e00",
+    "w4a8": "#cc79a7",
+}
 MARKERS = {"fp16": "o", "int8": "s", "int4": "^"}
 OTHER = "#777777"
 LINEAR_BELOW = 3.0  # the KL axis is linear from zero up to a third of the smallest value

@@ -13,7 +13,7 @@ from qrt_eval.inputs.shapes import shape, write_folder
 
 
 @pytest.mark.parametrize(
-    ("name", "scheme"), [("llama-3-8b", "w8a8"), ("qwen3-0.6b", "fp16"), ("glm-4-9b", "w4a16")]
+    ("name", "scheme"), [("llama-3-8b", "w4a8"), ("qwen3-0.6b", "fp16"), ("glm-4-9b", "w4a16")]
 )
 def test_a_folder_has_sizes_grids_and_every_token(name, scheme, tmp_path):
     write_folder(name, scheme, tmp_path / "m")
@@ -31,7 +31,7 @@ def test_a_folder_has_sizes_grids_and_every_token(name, scheme, tmp_path):
     assert tokenizer.decode(tokenizer.encode("The president of")) == "The president of"
 
 
-@pytest.mark.parametrize(("scheme", "head"), [("w4a16", "w8a16"), ("w8a8", "w8a8")])
+@pytest.mark.parametrize(("scheme", "head"), [("w4a16", "w8a16"), ("w8a8", "w8a8"), ("w4a8", "w8a8")])
 def test_a_folder_with_a_quantized_head(scheme, head, tmp_path):
     write_folder("qwen3-0.6b", scheme, tmp_path / "m", 8)
     checkpoint = open_checkpoint(tmp_path / "m", weights=False)
