@@ -94,6 +94,13 @@ def test_extremes_stay_exact(zero):
                 assert W4A8.linear_int8_ref(x, tensors, None).item() == want
 
 
+def test_a_cpu_multiplies_unpacked_codes():
+    weight = random_weight(40, 128, 4, 32, progressive=True)
+    tiles, rows = both(weight)
+    assert rows[0].shape == (40, 128) and rows[0].dtype == torch.int8
+    assert "quantized first" in W4A8.explain_cpu(rows) and "linear_ref" in W4A8.explain_cpu(tiles)
+
+
 def test_parts_of_a_fused_weight_keep_their_channels():
     parts = [random_weight(n, 128, 4, 32, progressive=True, seed=n) for n in (32, 16, 17)]
     x = torch.randn(3, 128)

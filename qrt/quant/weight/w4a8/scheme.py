@@ -40,7 +40,7 @@ class W4A8Scheme(W4A16Scheme):
         return Int8Rows(codes, weight.channel, weight.arrivals).multiply_int8(x, bias)
 
     def explain_cpu(self, tensors: Sequence[Tensor]) -> str:
-        return W8A8.explain_cpu(tensors)
+        return W8A8.explain_cpu(tensors) if self._is_packed(tensors) else super().explain_cpu(tensors)
 
 
 W4A8 = W4A8Scheme()
