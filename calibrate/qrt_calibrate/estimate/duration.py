@@ -110,8 +110,9 @@ def _rounding(method: Method, grid: Grid, weight: Tensor, dtype: torch.dtype) ->
     nearest = _nearest(few, spec, dtype) * rows / len(few)
     if not method.needs_text:
         return nearest
-    # beside the candidates: the result, and rounding to nearest for its error
-    seconds = nearest * (2 + _candidates(method.scales))
+    seconds = 2 * nearest  # the result, and rounding to nearest for its error
+    tried = replace(spec, progressive=False) if method.gptq and method.scales is Scales.AWQ else spec
+    seconds += _candidates(method.scales) * _nearest(few, tried, dtype) * rows / len(few)
     if method.clip:
         cost = torch.ones(columns, device=weight.device)
         found = _seconds(lambda: choose_grid(few, spec, dtype, cost), few)

@@ -20,8 +20,6 @@ def choose_grid(
     Without it groups keep their extremes. Progressive groups are searched then too, all columns alike.
     """
     if spec.progressive:
-        if importance is None:
-            importance = weight.new_ones(*weight.shape[:-2], weight.shape[-1])
         return search_progressive(weight, importance, spec, dtype)
     shrink = 1.0 if importance is None else search_clip(weight, importance, spec, dtype)
     return choose_qparams(weight, spec, dtype, shrink)

@@ -27,25 +27,29 @@ _GPU_BLOCK_ELEMENTS = 1 << 22  # on a GPU blocks only bound temporary memory
 
 
 def search_progressive(
-    weight: Tensor, importance: Tensor, spec: QuantSpec, dtype: torch.dtype
+    weight: Tensor, importance: Tensor | None, spec: QuantSpec, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
     """Find scales and zero points [..., N, K/G] of least sum of importance * (w - dequantized w)^2.
 
     weight       [N, K], or several, [E, N, K]
-    importance   [K], or [E, K]: cost of a squared error in each column
+    importance   [K], or [E, K]: cost of a squared error in each column; None: all alike, and fewer zero
+                 points are tried
     dtype        of the scales
 
     Zero points are uint8, None on a symmetric grid. The least is over c of a row, and steps and zero points
     of its groups with which int8 holds all codes times steps; weights are rounded to nearest.
     """
     if weight.dim() == 2:
-        scale, zero = search_progressive(weight[None], importance[None], spec, dtype)
+        own = None if importance is None else importance[None]
+        scale, zero = search_progressive(weight[None], own, spec, dtype)
         return scale[0], None if zero is None else zero[0]
     elements = _GPU_BLOCK_ELEMENTS if weight.is_cuda else _BLOCK_ELEMENTS
     each, rows = max(1, elements // weight[0].numel()), max(1, elements // weight.shape[2])
     scales, zeros = [], []
-    for some, cost in zip(weight.split(each), importance.split(each), strict=True):
-        found = [_Rows(block, cost[:, None], spec, dtype).best() for block in some.split(rows, 1)]
+    for begin in range(0, len(weight), each):
+        cost = None if importance is None else importance[begin : begin + each, None]
+        blocks = weight[begin : begin + each].split(rows, 1)
+        found = [_Rows(block, cost, spec, dtype).best() for block in blocks]
         scales.append(torch.cat([scale for scale, _ in found], 1))
         zeros.append(torch.cat([zero for _, zero in found], 1))
     return torch.cat(scales).to(dtype), None if spec.symmetric else torch.cat(zeros)
@@ -98,16 +102,19 @@ class _Rows:
 
     fit       [..., N, M] the scale at which a group just fits
     zeros     [..., N, M, Z] zero points that are tried
+    barred    [..., N, M, 16, Z] steps that leave int8 with them
     first     [..., N, M] index of the first product that is tried
-    errors    [..., N, M, W, Z] errors at it and at those that follow
+    errors    [..., N, M, W + 1, Z] errors at it and at those that follow; behind the last they are infinite
     """
 
-    def __init__(self, weight: Tensor, importance: Tensor, spec: QuantSpec, dtype: torch.dtype) -> None:
+    def __init__(
+        self, weight: Tensor, importance: Tensor | None, spec: QuantSpec, dtype: torch.dtype
+    ) -> None:
         self._table, self._last = _Products.on(weight.device), spec.levels - 1
         self._floor = max(_TINY, torch.finfo(dtype).tiny)
         shape = (-1, spec.group_of(weight.shape[-1]))
         self._groups = weight.unflatten(-1, shape)
-        self._cost = importance.unflatten(-1, shape).expand_as(self._groups)
+        self._cost = None if importance is None else importance.unflatten(-1, shape).expand_as(self._groups)
         low, high = self._groups.amin(-1).clamp(max=0), self._groups.amax(-1).clamp(min=0)
         if spec.symmetric:
             self._fit = torch.maximum(-low, high).mul_(2 / self._last).clamp_(min=self._floor)
@@ -115,13 +122,17 @@ class _Rows:
         else:
             self._fit = (high - low).div_(self._last).clamp_(min=self._floor)
             zero = torch.round(-low / self._fit)
-            self._zeros = torch.stack((zero - 1, zero, zero + 1), -1).clamp_(0, self._last)
+            near = (zero,) if importance is None else (zero - 1, zero, zero + 1)
+            self._zeros = torch.stack(near, -1).clamp_(0, self._last)
+        self._steps = torch.arange(1, MOST_STEPS + 1, device=weight.device)
+        zeros, steps = self._zeros[..., None, :], self._steps[:, None]
+        self._barred = (zeros * steps > 128) | ((self._last - zeros) * steps > 127)
         self._first = self._table.first(LEAST * self._fit)
-        everywhere = slice(None)
+        whole = slice(None)
         errors = [
-            self._rounded(self._table.values(self._first + i), everywhere) for i in range(self._table.window)
+            self._rounded(self._table.values(self._first + i), whole) for i in range(self._table.window)
         ]
-        self._errors = torch.stack(errors, -2)
+        self._errors = torch.stack([*errors, torch.full_like(errors[0], torch.inf)], -2)
 
     def best(self) -> tuple[Tensor, Tensor]:
         """Return the scales, fp32, and zero points, uint8 [..., N, M]."""
@@ -146,16 +157,14 @@ class _Rows:
 
     def _at(self, number: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return error, scale and zero point [..., N, M] of each group with its best step of a value of c."""
-        table, width = self._table, self._zeros.shape[-1]
+        table, width, end = self._table, self._zeros.shape[-1], self._errors.shape[-2] - 1
         octave, unit = number // UNITS, number % UNITS
         channel = torch.ldexp(1 + unit / UNITS, octave)
-        steps = torch.arange(1, MOST_STEPS + 1, device=channel.device)
-        at = table.places[unit] + (octave * len(table.mantissas))[..., None] - self._first[..., None]
-        count = self._errors.shape[-2]
-        inside = (at >= 0) & (at < count) & (channel[..., None] * steps >= self._floor)
-        found = self._errors.gather(-2, at.clamp(0, count - 1)[..., None].expand(*at.shape, width))
-        allowed = inside[..., None] & self._fits(steps)
-        error, choice = found.masked_fill_(~allowed, torch.inf).flatten(-2).min(-1)
+        places = table.places[unit] + (octave * len(table.mantissas))[..., None]
+        at = (places - self._first[..., None]).clamp_(max=end)
+        at.masked_fill_(at < 0, end).masked_fill_(channel[..., None] * self._steps < self._floor, end)
+        found = self._errors.gather(-2, at[..., None].expand(*at.shape, width))
+        error, choice = found.masked_fill_(self._barred, torch.inf).flatten(-2).min(-1)
         scale = channel * (choice // width + 1)
         zero = self._zeros.gather(-1, (choice % width)[..., None])[..., 0]
         if (beside := error.isinf()).any():  # all steps are beside the products: the first one above them
@@ -167,17 +176,14 @@ class _Rows:
             zero[beside] = self._zeros[beside].gather(-1, choice[:, None])[:, 0]
         return error, scale, zero
 
-    def _fits(self, steps: Tensor) -> Tensor:
-        """Return whether int8 holds the codes times each of `steps` [S]: [..., N, M, S, Z]."""
-        zeros, steps = self._zeros[..., None, :], steps[:, None]
-        return (zeros * steps <= 128) & ((self._last - zeros) * steps <= 127)
-
     def _rounded(self, scale: Tensor, which: Tensor | slice) -> Tensor:
         """Return the errors [..., Z] of groups with a scale each, `scale` [...], and each zero point."""
-        groups, cost, zeros = self._groups[which], self._cost[which], self._zeros[which]
-        exact = groups / scale[..., None]
+        exact = self._groups[which] / scale[..., None]
         nearest, found = exact.round(), []
-        for zero in zeros[..., None].unbind(-2):
-            wrong = torch.clamp(nearest, -zero, self._last - zero).sub_(exact).square_()
-            found.append(wrong.mul_(cost).sum(-1))
+        wrong = torch.empty_like(exact)
+        cost = None if self._cost is None else self._cost[which]
+        for zero in self._zeros[which][..., None].unbind(-2):
+            torch.maximum(nearest, -zero, out=wrong)  # a CPU's clamp with tensors takes thrice as long
+            torch.minimum(wrong, self._last - zero, out=wrong).sub_(exact).square_()
+            found.append((wrong if cost is None else wrong.mul_(cost)).sum(-1))
         return torch.stack(found, -1).mul_(scale.square()[..., None])
