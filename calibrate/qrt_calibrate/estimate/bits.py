@@ -17,11 +17,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from tqdm import tqdm
 
+from qrt.quant.weight import WEIGHT_SCHEMES
 from qrt_calibrate.estimate.budget import Budget, Settled, Unit
 from qrt_calibrate.model.executor import LayerExecutor
 from qrt_calibrate.recipe.recipe import Grid, Override
 from qrt_calibrate.rounding.fold import linear
 from qrt_calibrate.rounding.rtn import round_weight
+from qrt_calibrate.rounding.search import round_input
 
 WINDOWS = 4  # windows that measure; hidden states of all candidates are kept
 
@@ -81,14 +83,18 @@ def measure(
 def _rounded(
     layer: nn.Module, parts: list[str], grid: Grid, dtype: torch.dtype, run: Callable[[], Tensor]
 ) -> Tensor:
-    """Return the result of `run` while `parts` of `layer` are rounded to nearest."""
-    kept = [linear(layer, part).weight.clone() for part in parts]
-    for part in parts:
-        weight = linear(layer, part).weight
-        weight.copy_(round_weight(weight, grid.spec, dtype).dequantize())
+    """Return the result of `run` while `parts` of `layer`, and their tokens, are rounded to nearest."""
+    modules = [linear(layer, part) for part in parts]
+    kept, hooks = [module.weight.clone() for module in modules], []
+    for module in modules:
+        module.weight.copy_(round_weight(module.weight, grid.spec, dtype).dequantize())
+        if WEIGHT_SCHEMES[grid.scheme].int8_tokens:
+            hooks.append(round_input(module))
     hidden = run()
-    for part, weight in zip(parts, kept, strict=True):
-        linear(layer, part).weight.copy_(weight)
+    for hook in hooks:
+        hook.remove()
+    for module, weight in zip(modules, kept, strict=True):
+        module.weight.copy_(weight)
     return hidden
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from qrt.errors import ConfigError
-from qrt.quant.weight import weight_only
+from qrt.quant.weight import WEIGHT_SCHEMES, by_bits
 from qrt_calibrate.estimate.sizes import (
     COUNTED,
     bits_per_weight,
@@ -96,7 +96,8 @@ class Budget:
 def budget_of(job: Job) -> Budget:
     """Return the choice that target_bits or max_size leaves; ConfigError if it leaves none."""
     recipe = job.recipe
-    grids: dict[int, Grid | None] = {bits: _grid(recipe.grid, bits) for bits in weight_only()}
+    schemes = by_bits(WEIGHT_SCHEMES[recipe.scheme].int8_tokens)
+    grids: dict[int, Grid | None] = {bits: _grid(recipe.grid, schemes[bits], bits) for bits in schemes}
     grids[SIXTEEN] = None
     units = _units(job, grids)
     if not units:
@@ -140,13 +141,14 @@ def _rounded_up(value: float) -> str:
     return f"{math.ceil(value / step - SLACK) * step:.6g}"
 
 
-def _grid(own: Grid, bits: int) -> Grid:
-    """Return the grid at another width: the same group size, symmetric if the width is 8."""
+def _grid(own: Grid, scheme: str, bits: int) -> Grid:
+    """Return the grid at another width: the same group size if it has groups, symmetric if the width is 8."""
     if own.spec.bits == bits:
         return own
-    symmetric = own.spec.symmetric if bits < 8 else True
-    scheme = weight_only()[bits]
-    return Grid(scheme, grid_of(scheme, own.spec.group_size or -1, symmetric))
+    symmetric, usual = own.spec.symmetric if bits < 8 else True, WEIGHT_SCHEMES[scheme].spec
+    assert usual is not None
+    size = None if usual.group_size is None else own.spec.group_size or -1
+    return Grid(scheme, grid_of(scheme, size, symmetric))
 
 
 def _units(job: Job, grids: Mapping[int, Grid | None]) -> list[Unit]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from qrt.errors import ConfigError
 from qrt.quant.spec import Granularity, QuantSpec
-from qrt.quant.weight import WEIGHT_SCHEMES, weight_only
+from qrt.quant.weight import WEIGHT_SCHEMES, by_bits, weight_only
 from qrt.quant.weight.head import head_grid
 from qrt.version import __version__
 from qrt_calibrate.recipe.method import METHODS, Method
@@ -120,8 +120,13 @@ class Recipe:
         assert value is not None
         if not (math.isfinite(value) and value > 0):
             raise ConfigError(f"{flag}: expected a number above 0, got {value}")
-        if self.scheme not in weight_only().values():
-            raise ConfigError(f"{flag}: expected a weight-only scheme, got {self.scheme}; leave --scheme out")
+        usual = WEIGHT_SCHEMES[self.scheme].spec
+        if usual is None or usual.group_size is None:  # narrower ones have groups, whose size is not chosen
+            narrow = next(iter(by_bits(int8_tokens=True).values()))
+            raise ConfigError(
+                f"{flag}: expected a scheme with groups, got {self.scheme}; use {narrow}, "
+                "or leave --scheme out"
+            )
         if not any(self.windows):
             raise ConfigError(
                 f"{flag}: needs text to measure on; use a --method that reads some, or --eval-samples"

@@ -25,11 +25,16 @@ def quantized() -> dict[str, QuantSpec]:
 
 def weight_only() -> dict[int, str]:
     """Return the schemes that round only weights, to integers, by bits; of two with as many, the first."""
+    return by_bits(int8_tokens=False)
+
+
+def by_bits(int8_tokens: bool) -> dict[int, str]:
+    """Return the schemes of integers that round tokens to int8 too, or do not, as `weight_only` does."""
     found: dict[int, str] = {}
     for name, spec in quantized().items():
-        if not WEIGHT_SCHEMES[name].int8_tokens:
+        if WEIGHT_SCHEMES[name].int8_tokens == int8_tokens:
             found.setdefault(spec.bits, name)
     return dict(sorted(found.items()))
 
 
-__all__ = ["WEIGHT_SCHEMES", "WeightData", "WeightScheme", "quantized", "weight_only"]
+__all__ = ["WEIGHT_SCHEMES", "WeightData", "WeightScheme", "by_bits", "quantized", "weight_only"]

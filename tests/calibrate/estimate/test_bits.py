@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from qrt.errors import ConfigError
 from qrt.quant.affine import choose_qparams, dequantize, quantize
 from qrt.quant.checkpoint import open_checkpoint
+from qrt.quant.tokens import QuantizedTokens
 from qrt_calibrate import cli
 from qrt_calibrate.estimate import bits
 from qrt_calibrate.estimate.bits import measure, spend
@@ -55,6 +56,17 @@ def test_prices_equal_those_of_the_whole_model(llama):
         q = model(windows).logits.log_softmax(-1)
         assert prices[number, 4] == pytest.approx(float((p.exp() * (p - q)).sum(-1).mean()), rel=1e-2)
         assert prices[number, 8] < 0.05 * prices[number, 4]
+    int8 = measure(
+        executor, units[:1], {8: Grid("w8a8", grid_of("w8a8", None, None))}, windows, torch.bfloat16
+    )
+    model = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32)
+    p = model(windows).logits.log_softmax(-1)
+    linear = model.get_submodule(parts[0][0])
+    scale = linear.weight.abs().amax(1, keepdim=True) / 127.5
+    linear.weight.copy_((linear.weight / scale.bfloat16().float()).round() * scale.bfloat16().float())
+    linear.register_forward_pre_hook(lambda module, x: (QuantizedTokens.of(x[0]).dequantize(),))
+    q = model(windows).logits.log_softmax(-1)
+    assert int8[0, 8] == pytest.approx(float((p.exp() * (p - q)).sum(-1).mean()), rel=2e-2)
 
 
 def test_spending():
@@ -81,6 +93,12 @@ def test_overridden_linears_keep_their_width(llama):
     units = budget_of(plan(open_checkpoint(llama), recipe, CPU)).units
     parts = [[part.removeprefix("model.layers.") for part in unit.parts] for unit in units]
     assert parts == [[f"{layer}.mlp.gate_proj", f"{layer}.mlp.up_proj"] for layer in (0, 1)]
+
+
+def test_widths_behind_int8_tokens_have_them_too(llama):
+    recipe = Recipe("w4a8", grid_of("w4a8", 64, None), "rtn", target_bits=6.0)
+    grids = budget_of(plan(open_checkpoint(llama), recipe, CPU)).grids
+    assert grids == {4: recipe.grid, 8: Grid("w8a8", grid_of("w8a8", None, None)), 16: None}
 
 
 @pytest.mark.parametrize("group_size", [64, -1])
@@ -139,6 +157,10 @@ def test_max_size_holds_for_every_grid_and_dtype(share, dtype, group_size, make_
         ("--max-size 1", " GB (all of them unchanged), got 1.0 GB; choose a value between"),
         ("--target-bits 6 --override *=w4a16", "--target-bits: every Linear is settled by an override"),
         ("--target-bits 6 --override *=w8a16", "--target-bits: every Linear is settled by an override"),
+        (
+            "--target-bits 6 --scheme w8a8",
+            "--target-bits: expected a scheme with groups, got w8a8; use w4a8, or leave --scheme out",
+        ),
         ("--target-bits 6 --eval-samples 0", "--target-bits: needs text to measure on"),
         ("--target-bits 6 --calib gone.txt", "--calib: no file 'gone.txt'"),
     ],
@@ -207,6 +229,7 @@ def test_smallest_budget_named_by_the_error_works(
         (["--target-bits", 7.25], ["--ignore", "layers.1.self_attn.o_proj"]),
         (["--target-bits", 9], ["--override", "layers.0.mlp.*=w8a16", "--head-bits", 8]),
         (["--max-size", 0.0006], ["--ignore", "down_proj"]),
+        (["--target-bits", 6], ["--scheme", "w4a8"]),
         ([], ["--ignore", "layers.0.mlp.*"]),
     ],
 )
