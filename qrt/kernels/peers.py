@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Sequence
 from datetime import timedelta
@@ -169,8 +170,15 @@ class Peers:
         return [int(one) for one in every]
 
     def close(self) -> None:
-        """Leave the group."""
+        """Leave the group.
+
+        What torch has of NCCL's stays until the process ends: its destructor waits, with Python's lock, for
+        threads that want the lock.
+        """
         if dist.is_initialized():
+            if self.device.type == "cuda":
+                group = ctypes.py_object(dist.distributed_c10d._get_default_group())
+                ctypes.pythonapi.Py_IncRef(group)
             dist.destroy_process_group()
 
     def _gathered(self, x: Tensor) -> Sequence[Tensor]:

@@ -13,6 +13,7 @@ from qrt.kernels.linear.tiles import (
     dequantize_kernel,
     digits_kernel,
     fused_kernel,
+    int8_kernel,
     make_digits_kernel,
     wide_kernel,
 )
@@ -24,7 +25,7 @@ from qrt.quant.weight.tiles import tile
 META = torch.device("meta")
 MODULES = (
     chain, choose, hopper_16bit_kernel, block_kernel, hopper_kernel, quantize_kernel, dequantize_kernel,
-    digits_kernel, fused_kernel, make_digits_kernel, wide_kernel, act_mul_kernel,
+    digits_kernel, fused_kernel, int8_kernel, make_digits_kernel, wide_kernel, act_mul_kernel,
 )  # fmt: skip
 UNCACHED_VARIANT = wide_kernel._variant.__wrapped__  # the cache would keep what the fake `variant` returns
 H200 = json.loads(tuned.path("NVIDIA H200").read_text())

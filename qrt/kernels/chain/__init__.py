@@ -13,8 +13,9 @@ Norms may be absent. After the last layer there is no qkv, and the norm, which i
 residual is updated in place.
 
 Values are rounded to residual's dtype wherever separate operators would round them, so only the products
-differ. For one token their sums have another order; one launch does what takes seven otherwise. For more
-tokens the products read their inputs as `Digits`. `fits` says whether `chain` may be called.
+differ; none rounds its input to int8, also where the scheme does so for more tokens. For one token their sums
+have another order; one launch does what takes seven otherwise. For more tokens the products read their inputs
+as `Digits`. `fits` says whether `chain` may be called.
 
 Where a mixture stands between o and qkv, two operators do what is around it, also by `Digits`:
 

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from qrt.kernels.act_mul import act_mul
-from qrt.kernels.linear import linear
 from qrt.kernels.rmsnorm import add_normed, rmsnorm
 from qrt.quant.digits import Digits
+from qrt.quant.weight import WEIGHT_SCHEMES
+from qrt.quant.weight.tiles import TiledScheme
 
 
 def chain(
@@ -31,9 +32,9 @@ def chain(
     peers: Tensor | None = None,
 ) -> Tensor:
     """See the package's docstring."""
-    add_normed(residual, linear(_attended(x, residual), o, None, scheme), attention_out, eps, scale, peers)
+    add_normed(residual, _product(_attended(x, residual), o, None, scheme), attention_out, eps, scale, peers)
     y = residual if mlp_norm is None else rmsnorm(residual, mlp_norm, eps)
-    y = linear(act_mul(linear(y, gate_up, None, scheme), act), down, None, scheme)
+    y = _product(act_mul(_product(y, gate_up, None, scheme), act), down, None, scheme)
     if qkv:
         return to_attention(y, residual, qkv, bias, norm, eps, scheme, mlp_out, scale, peers)
     add_normed(residual, y, mlp_out, eps, scale, peers)
@@ -52,7 +53,7 @@ def from_attention(
     peers: Tensor | None = None,
 ) -> Tensor:
     """See the package's docstring."""
-    add_normed(residual, linear(_attended(x, residual), o, None, scheme), behind, eps, scale, peers)
+    add_normed(residual, _product(_attended(x, residual), o, None, scheme), behind, eps, scale, peers)
     return rmsnorm(residual, norm, eps)
 
 
@@ -70,9 +71,15 @@ def to_attention(
 ) -> Tensor:
     """See the package's docstring."""
     add_normed(residual, y, behind, eps, scale, peers)
-    return linear(residual if norm is None else rmsnorm(residual, norm, eps), qkv, bias, scheme)
+    return _product(residual if norm is None else rmsnorm(residual, norm, eps), qkv, bias, scheme)
 
 
 def _attended(x: Sequence[Tensor], residual: Tensor) -> Tensor:
     """Return what the heads attended, which may come as `Digits`."""
     return x[0] if len(x) == 1 else Digits(x[0], x[1], len(residual)).read().to(residual.dtype)
+
+
+def _product(x: Tensor, weight: Sequence[Tensor], bias: Tensor | None, scheme: str) -> Tensor:
+    kind = WEIGHT_SCHEMES[scheme]
+    assert isinstance(kind, TiledScheme)
+    return kind.unrounded_ref(x, weight, bias)

@@ -39,8 +39,12 @@ def choose(
     It asks for shapes, dtypes and devices only. In an int8 layout x is quantized, or will be.
     """
     if scheme.layout is Layout.TILES:
-        assert isinstance(x, Tensor) and isinstance(scheme, TiledScheme)
-        found = _tiles(x, TiledWeight(*weight), scheme, epilogue)
+        assert isinstance(scheme, TiledScheme)
+        if scheme.int8_tokens and not takes_digits(scheme, x, weight):
+            found = _int8_tiles(x, TiledWeight(*weight), epilogue)
+        else:
+            assert isinstance(x, Tensor)
+            found = _tiles(x, TiledWeight(*weight), scheme, epilogue)
     elif scheme.layout is Layout.INT8_ROWS:
         found = _int8(x, weight[0], epilogue)
     elif scheme.layout is Layout.PLAIN:
@@ -51,11 +55,18 @@ def choose(
     return found._replace(epilogue=epilogue)
 
 
+def takes_digits(scheme: TiledScheme, x: Tensor | QuantizedTokens, weight: Sequence[Tensor]) -> bool:
+    """Return whether x is multiplied as two int8 digits: it is not rounded to one, whatever the scheme."""
+    if not scheme.has_integers or isinstance(x, QuantizedTokens):
+        return False
+    return digits_kernel.fits(x, TiledWeight(*weight), scheme.bits)
+
+
 def _tiles(x: Tensor, weight: TiledWeight, scheme: TiledScheme, epilogue: Epilogue) -> Product:
     """Choose for weight-only codes in tiles."""
     if x.shape[0] == 0:
         return Product(Kernel.NOTHING, "x is empty")
-    if scheme.has_integers and digits_kernel.fits(x, weight, scheme.bits):
+    if takes_digits(scheme, x, weight):
         return Product(Kernel.DIGITS, "few tokens in bf16 meet int4 weights on a Hopper GPU")
     found = tile_plan(x, weight, scheme.bits)
     if epilogue is Epilogue.ACT_MUL and found.plan is not None:
@@ -86,6 +97,35 @@ def tile_plan(x: Tensor, weight: TiledWeight, bits: int) -> Product:
     if measured is not None and hopper:
         return Product(Kernel.DEQUANTIZE, FASTEST)
     return Product(Kernel.DEQUANTIZE, "the tokens are many, and Hopper's kernel does not take them here")
+
+
+def _int8_tiles(x: Tensor | QuantizedTokens, weight: TiledWeight, epilogue: Epilogue) -> Product:
+    """Choose for codes and int4 weights of progressive groups; x is quantized, or will be."""
+    rows = x.codes if isinstance(x, QuantizedTokens) else x
+    if rows.shape[0] == 0:
+        return Product(Kernel.NOTHING, "x is empty")
+    if epilogue is Epilogue.ACT_MUL and not isinstance(x, QuantizedTokens):
+        epilogue = Epilogue.PLAIN
+    shares = epilogue is Epilogue.PARTIAL_SUMS
+    if not wide_kernel.fits_int8(rows, weight):
+        why = "Hopper's kernel takes groups of a multiple of 128, on its GPU"
+        return Product(Kernel.TILES_INT8, why, joined=shares)
+    found = int8_tile_plan(rows, weight)
+    halves = weight.out_features % (2 * TILE_ROWS) == 0 and found.plan.gates
+    return found._replace(joined=shares or (epilogue is Epilogue.ACT_MUL and halves))
+
+
+def int8_tile_plan(x: Tensor, weight: TiledWeight) -> Product:
+    """Choose what was measured for codes x [T, K], or a rule of thumb."""
+    (tokens, k), (blocks, tiles) = x.shape, weight.packed.shape[:2]
+    width = tile_plans.width_of(tokens)
+    key = partial(tile_plans.int8_tuning_key, k, weight.out_features)
+    measured = plan_of(configs(x.device), key, tokens, min(width, WIDEST))
+    if measured is not None:
+        kind, *sizes = measured
+        return Product(Kernel.WIDE_INT8, FASTEST, tile_plans.PLANS[kind](*sizes), True)
+    plan = tile_plans.wide_int8_plan(width, blocks, tiles, multiprocessors(x.device))
+    return Product(Kernel.WIDE_INT8, "int4 weights meet int8 tokens on a Hopper GPU", plan)
 
 
 def _int8(x: Tensor | QuantizedTokens, codes: Tensor, epilogue: Epilogue) -> Product:

@@ -21,9 +21,11 @@ from qrt.kernels.descriptor import MOST_KEPT, Descriptor, box, descriptor_at, de
 from qrt.kernels.linear.shared.device import rows_of
 from qrt.quant.weight.tiles import TiledWeight
 
-SWIZZLED = {words: gl.NVMMASharedLayout(words * 2, 16, 3) for words in (32, 64)}  # by words of a tile's row
+SWIZZLED = {  # by bytes of an input, and words of a tile's row
+    (size, words): gl.NVMMASharedLayout(words * size, 8 * size, 3) for size in (1, 2) for words in (32, 64)
+}
 FLAT = gl.NVMMASharedLayout(0, 32, 3)
-DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
+DTYPES = {torch.int8: gl.int8, torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 
 
 @gluon.jit
@@ -181,7 +183,7 @@ def _tiles(
 def of_planes(x: Tensor, planes: int, tokens: int, words: int) -> Descriptor:
     """Return the TMA descriptor of contiguous x [T, K]: planes of `words` inputs, by tokens."""
     x, (count, inputs) = aligned(x), x.shape
-    boxes = box(x.dtype, (planes, tokens, words), SWIZZLED[words])
+    boxes = box(x.dtype, (planes, tokens, words), SWIZZLED[x.itemsize, words])
     shape = (inputs // words, count, words)
     return descriptor_at(boxes, x.get_device(), x.data_ptr(), shape, (words, inputs, 1))
 

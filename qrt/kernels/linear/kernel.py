@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from qrt.checks import expect
 from qrt.kernels.act_mul.kernel import act_mul, act_mul_int8
-from qrt.kernels.linear.choose import choose
+from qrt.kernels.linear.choose import choose, takes_digits
 from qrt.kernels.linear.hopper_16bit_kernel import hopper_16bit_gemm
 from qrt.kernels.linear.int8.block_kernel import block_gemm
 from qrt.kernels.linear.int8.hopper_kernel import hopper_product
@@ -24,8 +24,9 @@ from qrt.kernels.linear.tiles.dequantize_kernel import dequantized_gemm
 from qrt.kernels.linear.tiles.device import constants_of
 from qrt.kernels.linear.tiles.digits_kernel import digits_gemm
 from qrt.kernels.linear.tiles.fused_kernel import fused_gemm
+from qrt.kernels.linear.tiles.int8_kernel import int8_tiles_gemm
 from qrt.kernels.linear.tiles.plans import FusedPlan, WidePlan
-from qrt.kernels.linear.tiles.wide_kernel import wide_product
+from qrt.kernels.linear.tiles.wide_kernel import wide_int8_product, wide_product
 from qrt.kernels.linear.weight import Prepared, is_new, ready
 from qrt.quant.tokens import QuantizedTokens
 from qrt.quant.weight import WEIGHT_SCHEMES
@@ -52,10 +53,10 @@ def _multiply(
     kind: WeightScheme, x: Tensor, weight: Sequence[Tensor], bias: Tensor | None, act: str | None = None
 ) -> Done:
     """Multiply x [T, K] by the kernel that `choose` chooses; with `act`, for act(gate) * up of it."""
-    if isinstance(kind, TiledScheme):
+    if isinstance(kind, TiledScheme) and (not kind.int8_tokens or takes_digits(kind, x, weight)):
         return _multiply_tiles(kind, x, weight, bias, act)
-    if kind.layout is Layout.INT8_ROWS:
-        expect(x, "T K", name="x", K=weight[0].shape[1])
+    if kind.int8_tokens and kind.layout in (Layout.INT8_ROWS, Layout.TILES):
+        expect(x, "T K", name="x")
         done = _multiply_codes(kind, quantize_tokens(x.contiguous()), weight, bias)
         if (multiply := done.prepared) is None or act is not None:
             return done._replace(prepared=None)
@@ -124,6 +125,8 @@ def _multiply_codes(
     """Multiply tokens [T, K] that are quantized already."""
     if not kind.int8_tokens:
         raise NotImplementedError(f"{kind.name} takes no int8 tokens")
+    if isinstance(kind, TiledScheme):
+        return _multiply_int8_tiles(kind, x, weight, bias, epilogue, act)
     if kind.layout is not Layout.INT8_ROWS:
         chosen = choose(kind, x, weight, epilogue)
         _say(kind.name, chosen)
@@ -131,14 +134,35 @@ def _multiply_codes(
     expect(x.codes, "T K", name="x", K=weight[0].shape[1])
     chosen, shares = choose(kind, x, weight, epilogue), epilogue is Epilogue.PARTIAL_SUMS
     if chosen.kernel is Kernel.NOTHING:
-        size = (*((1,) if shares else ()), 0, weight[0].shape[0])
-        dtype = torch.float32 if shares else x.dtype
-        return Done(torch.empty(size, dtype=dtype, device=x.codes.device), chosen)
+        return Done(_nothing(x, weight[0].shape[0], shares), chosen)
     if isinstance(chosen.plan, HopperPlan):
         product = hopper_product(x, weight, bias, chosen.plan, act if chosen.joined else None, shares)
         return Done(product(x, bias), chosen, product)
     assert isinstance(chosen.plan, BlockPlan)
     return Done(block_gemm(x, weight, bias, chosen.plan, shares), chosen)
+
+
+def _nothing(x: QuantizedTokens, n: int, shares: bool) -> Tensor:
+    """Return the product of no tokens with N outputs."""
+    size = (*((1,) if shares else ()), 0, n)
+    return torch.empty(size, dtype=torch.float32 if shares else x.dtype, device=x.codes.device)
+
+
+def _multiply_int8_tiles(
+    kind: TiledScheme, x: QuantizedTokens, tensors: Sequence[Tensor], bias: Tensor | None,
+    epilogue: Epilogue, act: str | None,
+) -> Done:  # fmt: skip
+    """Multiply tokens [T, K] that are quantized already by int4 weights of progressive groups."""
+    weight = kind.tiles_for(x.codes, tensors)
+    x = x._replace(codes=weight.gather(x.codes))
+    chosen, shares = choose(kind, x, weight, epilogue), epilogue is Epilogue.PARTIAL_SUMS
+    if chosen.kernel is Kernel.NOTHING:
+        return Done(_nothing(x, weight.out_features, shares), chosen)
+    if chosen.kernel is Kernel.TILES_INT8:
+        return Done(int8_tiles_gemm(x, weight, bias, shares), chosen)
+    constants, joined = constants_of(weight, kind.bits, None), act if chosen.joined else None
+    product = wide_int8_product(x, weight, bias, constants, chosen.plan, joined, shares)
+    return Done(product(x, bias), chosen, None if weight.perm.numel() else product)
 
 
 def _keep(weight: Sequence[Tensor], key: Hashable, prepared: Prepared | None) -> None:

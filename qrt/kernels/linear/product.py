@@ -22,6 +22,8 @@ class Kernel(Enum):
     FUSED = "one kernel unpacks every weight once, in registers"
     WIDE = "Hopper's kernel unpacks the next plane of weights under the product of the last one"
     DEQUANTIZE = "the weight is dequantized block by block, and torch multiplies"
+    WIDE_INT8 = "Hopper's kernel unpacks the next plane of weights to int8 under the product of the last one"
+    TILES_INT8 = "the kernel of any GPU unpacks weights to int8 and multiplies codes by codes"
     INT8_HOPPER = "Hopper's int8 kernel multiplies codes by codes"
     INT8_BLOCK = "the int8 kernel of any GPU multiplies codes by codes"
     ROWS = "the kernel of any GPU multiplies weights row by row"

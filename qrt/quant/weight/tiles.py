@@ -245,6 +245,10 @@ class TiledScheme(WeightScheme):
         return packed or super().prepare_cpu(weight, dtype)
 
     def linear_ref(self, x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None) -> Tensor:
+        return self.unrounded_ref(x, tensors, bias)
+
+    def unrounded_ref(self, x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None) -> Tensor:
+        """Do as `linear_ref` with x as it is, also where the scheme rounds it; few tokens stay so."""
         weight = self.tiles_for(x, tensors)
         x = weight.gather(x)
         matrix = weight.dequantize(self.bits, x.shape[1], self._grid.codes)

@@ -298,7 +298,7 @@ def test_a_weight_keeps_products_of_some_sizes():
 
 
 def test_descriptors_of_weights_are_made_once_and_keep_no_memory():
-    layout = shared.SWIZZLED[64]
+    layout = shared.SWIZZLED[2, 64]
     weight = torch.zeros(4, 3, 64, 64, dtype=torch.int16)
     place = (4, 192, 64), torch.int16, (2, 64, 64), layout
     made = shared.of_weight(weight, *place)

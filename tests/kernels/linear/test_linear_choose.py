@@ -17,7 +17,7 @@ LAUNCHED = {
     Kernel.NOTHING: set(), Kernel.TORCH: set(), Kernel.FUSED: {"_fused"}, Kernel.WIDE: {"_wide"},
     Kernel.DIGITS: {"_make_digits", "_digits_product"}, Kernel.DEQUANTIZE: {"_dequantize"},
     Kernel.INT8_HOPPER: {"_hopper_int8"}, Kernel.INT8_BLOCK: {"multiply_rows"},
-    Kernel.FEW_16_BIT: {"_hopper_16bit"},
+    Kernel.FEW_16_BIT: {"_hopper_16bit"}, Kernel.WIDE_INT8: {"_wide"}, Kernel.TILES_INT8: {"_int8_tiles"},
 }  # fmt: skip
 A100 = {"hopper": False, "multiprocessors": 108, "measured": {}}
 H20 = {"multiprocessors": 78, "measured": {}}
@@ -33,7 +33,7 @@ def quantized(tokens, k=4096):
 
 
 @pytest.mark.parametrize("gpu", [{}, H20, A100], ids=["h200", "h20", "a100"])
-@pytest.mark.parametrize("scheme", [name for name in WEIGHT_SCHEMES if name != "w4a8"])
+@pytest.mark.parametrize("scheme", list(WEIGHT_SCHEMES))
 @pytest.mark.parametrize("k, n", [(4096, 6144), (576, 960), (4096, 128256)])
 def test_chosen_kernel_runs(monkeypatch, gpu, scheme, k, n):
     """Whatever is chosen, `linear` and `linear_act` launch it, and `act_mul` only where it is not joined."""
@@ -48,7 +48,7 @@ def test_chosen_kernel_runs(monkeypatch, gpu, scheme, k, n):
             multiply(x, list(weight), None, scheme, *act)
             chosen = choose.choose(WEIGHT_SCHEMES[scheme], x, weight, epilogue)
             wanted = set(LAUNCHED[chosen.kernel])
-            if tokens and WEIGHT_SCHEMES[scheme].int8_tokens:
+            if tokens and WEIGHT_SCHEMES[scheme].int8_tokens and chosen.kernel is not Kernel.DIGITS:
                 wanted.add("_quantize_tokens")
             if tokens and epilogue is Epilogue.ACT_MUL and not chosen.joined:
                 wanted.add("_act_mul")
@@ -69,6 +69,7 @@ def test_silu_of_int8_tokens_is_joined_as_chosen(monkeypatch, tokens):
     ("w4a16", 65, H20, Kernel.WIDE), ("w4a16", 65, A100, Kernel.DEQUANTIZE), ("w8a16", 1, A100, Kernel.FUSED),
     ("w8a16", 2048, {}, Kernel.WIDE), ("w8a8", 2048, H20, Kernel.INT8_HOPPER),
     ("w8a8", 16, H20, Kernel.INT8_BLOCK), ("w8a8", 2048, A100, Kernel.INT8_BLOCK),
+    ("w4a8", 16, {}, Kernel.DIGITS), ("w4a8", 17, {}, Kernel.WIDE_INT8), ("w4a8", 9, A100, Kernel.TILES_INT8),
     ("fp16", 300, {}, Kernel.TORCH), ("w4a16", 0, {}, Kernel.NOTHING), ("w8a8", 0, {}, Kernel.NOTHING),
 ])  # fmt: skip
 def test_kernel_follows_tokens_and_gpu(monkeypatch, scheme, tokens, gpu, kernel):

@@ -113,6 +113,24 @@ def wide_plan(width: int, blocks: int, tiles: int, sms: int) -> WidePlan:
     return WidePlan(tokens, rows, splits, 1 if tokens == 256 else 2, 4, 4 // rows, groups=rows)
 
 
+@lru_cache(maxsize=1 << 10)
+def int8_tuning_key(k: int, n: int, width: int) -> str:
+    """Return the key of a plan for int8 tokens in `qrt.kernels.tuned`."""
+    return f"int8 tiles {k}x{n} {width} wide"
+
+
+@lru_cache(maxsize=1 << 10)
+def wide_int8_plan(width: int, blocks: int, tiles: int, sms: int) -> WidePlan:
+    """Return a plan for int8 tokens where nothing was measured: the widest block has 128 of them."""
+    tokens = min(width, 128)
+    token_blocks = -(-width // tokens)
+    if blocks * token_blocks >= 4 * sms and tokens == 128:
+        return WidePlan(tokens, 4, 1, 2, 6, 3, 2, persistent=1)
+    rows = 1 if blocks * token_blocks <= sms else 2
+    splits = even_splits(max(1, min(sms // (-(-blocks // rows) * token_blocks), tiles // 4)), tiles)
+    return WidePlan(tokens, rows, splits, 2, 4, 4 // rows, groups=rows)
+
+
 def expert_block(assignments: int, experts: int) -> int:
     """Return BM, the places of a block of Hopper's kernel, for so many assignments of tokens to experts.
 

@@ -7,7 +7,8 @@ long as there is room, and for tiles before the previous kernel is done (program
 
 One group of warps multiplies, or several that do not wait for each other. Groups with row blocks of their own
 share the tokens; groups with one row block take its tiles in turn. The scale goes into the weight, rounded to
-the dtype of the product as a dequantized weight is, and one accumulator takes all of K. Where K is split, the
+the dtype of the product as a dequantized weight is, and one accumulator takes all of K. Where tokens are int8
+codes, so are the weights, by the steps of progressive groups, and sums are int32. Where K is split, the
 last program of an output block to arrive adds the partial sums in order. Where one program fills an SM, it
 can take blocks in turn, by panels of tokens: its copies run ahead into the next block while it stores.
 Layout: quant/weight/tiles.py.
@@ -56,9 +57,12 @@ from qrt.kernels.linear.shared.places import Grouped
 from qrt.kernels.linear.tiles.device import TileConstants
 from qrt.kernels.linear.tiles.plans import WidePlan, registers
 from qrt.kernels.linear.tiles.wide_tile_kernel import fetch_w, fetch_x, first_row, tile_of, weights_of
+from qrt.kernels.linear.weight import Prepared
 from qrt.kernels.sizes import cdiv
+from qrt.quant.tokens import QuantizedTokens
 from qrt.quant.weight.device import unit_of
 from qrt.quant.weight.tiles import TiledWeight
+from qrt.quant.weight.w4a8.device import int8_plane
 
 PANEL = 4  # token blocks of a panel, where programs take blocks in turn
 
@@ -89,6 +93,11 @@ class _Sizes:
     SHARES: int
 
     @property
+    def SUM(self) -> Any:
+        """Return the dtype of sums."""
+        return gl.int32 if self.DOT == gl.int8 else gl.float32
+
+    @property
     def WORDS(self) -> int:
         """Return the words that hold the scales of a tile's row."""
         return self.RUNS if self.SCALE == gl.float32 else (self.RUNS + 1) // 2
@@ -107,7 +116,7 @@ class _Sizes:
 @gluon.jit(do_not_specialize=["M", "share", "count"])
 def _wide(
     x_desc, w_desc, scale_desc, zero_desc, BIAS, Y, PARTS, ARRIVALS, M, N, blocks, tiles, share,
-    EXPERTS, ORDER, WEIGHTS, count,
+    EXPERTS, ORDER, WEIGHTS, count, TOKEN_SCALES, CHANNEL,
     S: gl.constexpr, UNPACK: gl.constexpr, WARPS: gl.constexpr, REGISTERS: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
@@ -120,6 +129,9 @@ def _wide(
 
     With EXPERTS the weight is a stack, of which each block of tokens has one, or none (-1) behind all others.
     With ORDER the tokens are places of `count` assignments: Y is [SHARES, T, N], WEIGHTS times the product.
+
+    Sums of codes are multiplied by TOKEN_SCALES [M] and CHANNEL [N]. Where those of a split of K stay apart,
+    PARTS is None and Y is [splits, M, N].
 
     A stage of x is XP planes of one tile; it is for all groups unless they take turns. A stage of w is one
     tile of a group's rows with its scales and zeros. XS stages of x (of each group) and WS of w are in
@@ -140,7 +152,7 @@ def _wide(
     if S.TURNS:  # the second group's sums
         gl.static_assert(S.GROUPS == 2 and S.BN == 1)
         SUMS: gl.constexpr = gl.SwizzledSharedLayout(4, 1, min(8, S.BM // 4), [1, 0])
-        met = gl.allocate_shared_memory(gl.float32, [64, S.BM], SUMS)
+        met = gl.allocate_shared_memory(S.SUM, [64, S.BM], SUMS)
     x_ready, x_empty = signals(S.XS * S.OWN, S.GROUPS // S.OWN)
     w_ready, w_empty = signals(TILES)
     fence_async_shared()
@@ -151,7 +163,7 @@ def _wide(
         token_blocks = gl.cdiv(M, S.BM)
         used = blocks_in_use(EXPERTS, token_blocks, num_warps)
         M, blocks = used * S.BM, blocks // token_blocks * used
-    output = BIAS, Y, PARTS, ARRIVALS, met, M, N, EXPERTS, (ORDER, WEIGHTS, count)
+    output = BIAS, Y, PARTS, ARRIVALS, met, M, N, EXPERTS, (ORDER, WEIGHTS, count), (TOKEN_SCALES, CHANNEL)
     copies = x_desc, w_desc, scale_desc, zero_desc, first
     gl.warp_specialize(
         [
@@ -214,15 +226,16 @@ def _multiply(  # noqa: C901 -- its branches are constants
     began as zeros.
     """
     x_smem, _, _, _, x_ready, x_empty, w_ready, w_empty = ring
-    BIAS, Y, PARTS, ARRIVALS, met, M, N, _, scatter = output
+    BIAS, Y, PARTS, ARRIVALS, met, M, N, _, scatter, of_codes = output
     block, expert, token, row = where
     ROWS: gl.constexpr = S.ROWS
     BM: gl.constexpr = S.BM
     PLANES: gl.constexpr = S.PLANES
     STAGES: gl.constexpr = PLANES // S.XP  # of a tile
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4 * S.BN, 1], [16, BM, 16])
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
-    acc = gl.zeros([ROWS, BM], gl.float32, MMA)
+    INPUTS: gl.constexpr = 32 if S.DOT == gl.int8 else 16  # of an instruction
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4 * S.BN, 1], [16, BM, INPUTS])
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, MMA, INPUTS // 8)
+    acc = gl.zeros([ROWS, BM], S.SUM, MMA)
     if S.TURNS:
         steps = (steps + (S.GROUPS - 1 - GROUP)) // S.GROUPS  # a share of one tile leaves none
     place = done % S.WS * S.GROUPS + GROUP
@@ -241,7 +254,7 @@ def _multiply(  # noqa: C901 -- its branches are constants
             if S.TURNS:
                 slot, freed = slot * S.GROUPS + GROUP, freed * S.GROUPS + GROUP
             if S.GROUPS > 1 and p > 0:
-                acc, before = warpgroup_mma_wait(0, deps=[acc, before])
+                acc, before = _waited(0, acc, before, S)
                 if p % S.XP == 0:
                     mbarrier.arrive(x_empty.index(freed), count=1)
             if p % S.XP == 0:
@@ -251,18 +264,19 @@ def _multiply(  # noqa: C901 -- its branches are constants
             if p == 0:
                 mbarrier.arrive(w_empty.index(place), count=1)
             if S.GROUPS == 1:
-                acc, before = warpgroup_mma_wait(1, deps=[acc, before])  # the plane before this one is done
+                acc, before = _waited(1, acc, before, S)  # the plane before this one is done
                 if p % S.XP == 0:
                     mbarrier.arrive(x_empty.index(freed), count=1, pred=(i > 0) | (p > 0))
             before = weights
         if S.GROUPS > 1:
-            acc, before = warpgroup_mma_wait(0, deps=[acc, before])
+            acc, before = _waited(0, acc, before, S)
             mbarrier.arrive(x_empty.index(slot), count=1)
     if S.GROUPS == 1:
-        acc, before = warpgroup_mma_wait(0, deps=[acc, before])
+        acc, before = _waited(0, acc, before, S)
         if S.PERSISTENT:
             mbarrier.arrive(x_empty.index(((done + steps) * STAGES - 1) % S.XS), count=1)
-    acc *= unit_of(S.DOT, True)
+    if S.DOT != gl.int8:
+        acc *= unit_of(S.DOT, True)
 
     if S.TURNS and GROUP == 1:
         met.store(acc)
@@ -273,23 +287,49 @@ def _multiply(  # noqa: C901 -- its branches are constants
             both_are_here()
             acc += met.load(MMA)
         if S.SPLIT:
-            output_block = block if S.TURNS else block * S.GROUPS + GROUP
-            acc, last = sum_splits(acc, PARTS, ARRIVALS, output_block, MMA)
+            if PARTS is None:
+                Y += gl.program_id(1).to(gl.int64) * M * N
+            else:
+                output_block = block if S.TURNS else block * S.GROUPS + GROUP
+                acc, last = sum_splits(acc, PARTS, ARRIVALS, output_block, MMA)
         if last:
-            if S.BIASED:
-                acc = _biased(acc, BIAS + expert * N, first_row(row, GROUP, S), N, S)
-            _store(acc, Y, first_row(row, GROUP, S), token * BM, M, N, scatter, S)
+            y = _finished(acc, BIAS, of_codes, (expert, first_row(row, GROUP, S), token * BM), M, N, S)
+            _store(y, Y, first_row(row, GROUP, S), token * BM, M, N, scatter, S)
 
 
 @gluon.jit
-def _biased(acc, BIAS, first, N, S: gl.constexpr):
-    """Add BIAS [N] to the sums float32 [ROWS, BM] of a group."""
-    row = gl.arange(0, S.ROWS, layout=gl.SliceLayout(1, acc.type.layout))
+def _waited(RUNNING: gl.constexpr, acc, before, S: gl.constexpr):
+    """Wait until at most RUNNING products still run; return acc and what the last one multiplied."""
+    if S.DOT == gl.int8:  # Triton takes nothing of 8 bits here, and ptxas knows what a product still reads
+        return warpgroup_mma_wait(RUNNING, deps=[acc]), before
+    else:
+        return warpgroup_mma_wait(RUNNING, deps=[acc, before])
+
+
+@gluon.jit
+def _finished(acc, BIAS, of_codes, where, M, N, S: gl.constexpr):
+    """Return what the sums [ROWS, BM] of a group stand for, float32, with the bias."""
+    expert, first, token = where
+    TOKEN_SCALES, CHANNEL = of_codes
+    MMA: gl.constexpr = acc.type.layout
+    y = acc.to(gl.float32)
+    if S.DOT == gl.int8:
+        m = token + gl.arange(0, S.BM, layout=gl.SliceLayout(0, MMA))
+        y *= gl.expand_dims(gl.load(TOKEN_SCALES + m, mask=m < M, other=0.0), 0)
+        y *= gl.expand_dims(_of_rows(CHANNEL, MMA, first, N, S), 1)
+    if S.BIASED:
+        y += gl.expand_dims(_of_rows(BIAS + expert * N, MMA, first, N, S), 1)
+    return y
+
+
+@gluon.jit
+def _of_rows(FACTS, LAYOUT: gl.constexpr, first, N, S: gl.constexpr):
+    """Return FACTS [N] of the rows of a group, float32 [ROWS]."""
+    row = gl.arange(0, S.ROWS, layout=gl.SliceLayout(1, LAYOUT))
     n, half = first + row, 0
     if S.HALVES == 2:
         n, half = first + row // 16 * 8 + row % 8, row // 8 % 2
-    bias = gl.load(BIAS + n + half * (N // S.HALVES), mask=n < N // S.HALVES, other=0.0)
-    return acc + gl.expand_dims(bias.to(gl.float32), 1)
+    return gl.load(FACTS + n + half * (N // S.HALVES), mask=n < N // S.HALVES, other=0.0).to(gl.float32)
 
 
 @gluon.jit
@@ -315,6 +355,12 @@ def fits(x: Tensor, weight: TiledWeight) -> bool:
     return is_hopper(x.device) and x.itemsize == 2 and x.shape[1] % weight.packed.shape[3] == 0
 
 
+def fits_int8(codes: Tensor, weight: TiledWeight) -> bool:
+    """Return whether this kernel multiplies codes [T, K] by weights of progressive groups."""
+    whole = codes.shape[1] % weight.packed.shape[3] == 0 and weight.has_whole_groups
+    return is_hopper(codes.device) and whole and weight.steps.numel() > 0
+
+
 def wide_product(
     x: Tensor,
     weight: TiledWeight,
@@ -329,21 +375,67 @@ def wide_product(
     of it, for a plan that `gates` and halves of whole row blocks. All that does not depend on addresses is
     worked out here, once.
     """
+    return _product(x, weight, bias, constants, plan, act)
+
+
+def wide_int8_product(
+    x: QuantizedTokens,
+    weight: TiledWeight,
+    bias: Tensor | None,
+    constants: TileConstants,
+    plan: WidePlan,
+    act: str | None,
+    shares: bool = False,
+) -> Prepared:
+    """Return the product of x and bias, for all that are as x and bias; x's codes are as `fits_int8` says.
+
+    It is [T, N] in x's dtype; with `act`, as in `wide_product`, [T, N / 2]; with `shares` the sum of each
+    split, fp32 [S, T, N].
+    """
+    facts = weight._replace(scale=weight.steps, zero=weight.steps[:0])
+    constants = constants._replace(SCALE=gl.float16, ASYMMETRIC=False, UNPACK=int8_plane)
+    multiply = _product(x.codes, facts, bias, constants, plan, act, shares)
+    tokens, n, tiles = len(x.codes), weight.out_features, weight.packed.shape[1]
+    _, splits = split_evenly(tiles, plan.splits, *_outputs(tokens, weight, plan))
+    size = (splits, tokens, n) if shares else (tokens, n // (2 if act else 1))
+
+    def product(x: QuantizedTokens, bias: Tensor | None) -> Tensor:
+        y = torch.empty(size, dtype=torch.float32 if shares else x.dtype, device=x.codes.device)
+        multiply(x.codes.contiguous(), bias, y, x.scale, weight.channel)
+        return y
+
+    return product
+
+
+def _outputs(tokens: int, weight: TiledWeight, plan: WidePlan) -> tuple[int, int]:
+    """Return the blocks of outputs, and how many counters of arrivals there are."""
+    return cdiv(tokens, plan.tokens) * cdiv(len(weight.packed), plan.blocks), weight.out_features
+
+
+def _product(
+    x: Tensor, weight: TiledWeight, bias: Tensor | None, constants: TileConstants, plan: WidePlan,
+    act: str | None, shares: bool = False,
+) -> Callable[..., None]:  # fmt: skip
+    """Return the launch for x, bias, y and, where x holds codes, the scales of tokens and channels."""
     blocks, tiles, rows, words = weight.packed.shape
-    outputs = cdiv(x.shape[0], plan.tokens) * cdiv(blocks, plan.blocks)
-    share, splits = split_evenly(tiles, plan.splits, outputs, weight.out_features)
-    room = outputs * splits * plan.tokens * plan.blocks * rows if splits > 1 else 0
+    outputs, arrivals = _outputs(x.shape[0], weight, plan)
+    share, splits = split_evenly(tiles, plan.splits, outputs, arrivals)
+    room = outputs * splits * plan.tokens * plan.blocks * rows if splits > 1 and not shares else 0
     each, halves = plan.group_blocks, 2 if act else 1
     persistent = plan.persistent > 0 and splits == 1
     programs = min(plan.persistent * multiprocessors(x.device), outputs) if persistent else outputs
     kernel = _variant(plan, constants, DTYPES[x.dtype], bias is not None, splits > 1, act, persistent, PANEL)
     descriptors = of_tiles(weight, each, halves)
     others = weight.arrivals, x.shape[0], weight.out_features, outputs, tiles, share, *[None] * 4
+    sum_dtype = torch.int32 if x.dtype == torch.int8 else torch.float32
 
-    def multiply(x: Tensor, bias: Tensor | None, y: Tensor) -> None:
+    def multiply(
+        x: Tensor, bias: Tensor | None, y: Tensor, token_scale: Tensor | None = None,
+        channel: Tensor | None = None,
+    ) -> None:  # fmt: skip
         planes = of_planes(x, plan.x_planes, plan.tokens, words)
-        parts = torch.empty(room, dtype=torch.float32, device=x.device) if room else None
-        kernel.launch((programs, splits), planes, *descriptors, bias, y, parts, *others)
+        parts = torch.empty(room, dtype=sum_dtype, device=x.device) if room else None
+        kernel.launch((programs, splits), planes, *descriptors, bias, y, parts, *others, token_scale, channel)
 
     return multiply
 
@@ -373,7 +465,9 @@ def wide_experts(
         scatter = (
             (group.places.order, group.weights, group.places.assignments) if shares else (None, None, None)
         )
-        kernel.launch((programs, 1), planes, *descriptors, bias, y, None, *sizes, owners, *scatter)
+        kernel.launch(
+            (programs, 1), planes, *descriptors, bias, y, None, *sizes, owners, *scatter, None, None
+        )
 
     return multiply
 

@@ -85,11 +85,12 @@ def _by_eights(OPERAND, J):
 
     Eight rows of each half come in turn, so that a thread has both halves of a column.
     """
-    warps = OPERAND.parent.warps_per_cta[0]
-    words = [[0, 0, 0, 8 << i] for i in range((J // 8).bit_length() - 1)]
+    warps, together = OPERAND.parent.warps_per_cta[0], OPERAND.k_width
+    inputs = [[0, 0, 0, 1 << i] for i in range(J.bit_length() - 1)]
+    own = together.bit_length() - 1  # of a thread in a row, 4 threads have so many each
     return gl.DistributedLinearLayout(
-        [[0, 0, 0, 1], [1, 0, 0, 0], *words],
-        [[0, 0, 0, 2], [0, 0, 0, 4], [0, 0, 1, 0], [0, 0, 2, 0], [0, 0, 4, 0]],
+        [*inputs[:own], [1, 0, 0, 0], *inputs[own + 2 :]],
+        [*inputs[own : own + 2], [0, 0, 1, 0], [0, 0, 2, 0], [0, 0, 4, 0]],
         [[0, 1 << i, 0, 0] for i in range(warps.bit_length() - 1)], [], [2, warps, 8, J],
     )  # fmt: skip
 
@@ -144,17 +145,25 @@ def _times(plane, scale, DTYPE: tl.constexpr):
 
 @gluon.jit
 def weights_of(words, scales, zeros, PLANE: gl.constexpr, S: gl.constexpr, UNPACK: gl.constexpr):
-    """Return a plane of `words` [ROWS, J] in DOT, rounded once; times `unit_of` it is weights."""
+    """Return a plane of `words` [ROWS, J] in DOT, rounded once; times `unit_of` it is weights.
+
+    In int8 the scales are `TiledWeight.steps`, and nothing is rounded.
+    """
     RUN: gl.constexpr = PLANE * S.RUNS // S.PLANES
-    if S.SCALE == gl.bfloat16 and S.DOT == gl.bfloat16 and not S.ASYMMETRIC:
+    if S.DOT == gl.int8:
+        step = (scales[0] >> (16 * RUN)) & 0xFF
+        offset = ((scales[0] >> (16 * RUN + 8)) & 0xFF) * 0x01010101
+        return UNPACK(words, gl.expand_dims(step, 1), gl.expand_dims(offset, 1), PLANE)
+    elif S.SCALE == gl.bfloat16 and S.DOT == gl.bfloat16 and not S.ASYMMETRIC:
         pair = (scales[RUN // 2] >> (RUN % 2 * 16)) & 0xFFFF
         return UNPACK(words, 0, PLANE, S.DOT, True, gl.expand_dims(pair * 0x10001, 1))
-    if S.ASYMMETRIC:
-        plane = UNPACK(words, gl.expand_dims((zeros << (24 - 8 * RUN)) >> 24, 1), PLANE, S.DOT, True)
     else:
-        plane = UNPACK(words, 0, PLANE, S.DOT, True)
-    scale = gl.expand_dims(scale_of_run(scales, RUN, S.SCALE), 1)
-    if S.SCALE == S.DOT:
-        return _times(plane, scale, S.DOT)
-    else:
-        return (plane.to(gl.float32) * scale.to(gl.float32)).to(S.DOT)
+        if S.ASYMMETRIC:
+            plane = UNPACK(words, gl.expand_dims((zeros << (24 - 8 * RUN)) >> 24, 1), PLANE, S.DOT, True)
+        else:
+            plane = UNPACK(words, 0, PLANE, S.DOT, True)
+        scale = gl.expand_dims(scale_of_run(scales, RUN, S.SCALE), 1)
+        if S.SCALE == S.DOT:
+            return _times(plane, scale, S.DOT)
+        else:
+            return (plane.to(gl.float32) * scale.to(gl.float32)).to(S.DOT)
