@@ -283,7 +283,8 @@ def test_what_build_returns_runs_fused():
 @pytest.mark.parametrize(("scheme", "kv"), one_in(2, list(WEIGHT_SCHEMES), KV_FORMATS))
 def test_fused_for_a_gpu_is_plain(scheme, kv, called):
     rounds = scheme == "w4a8"  # its plain layers round the few tokens that `chain` does not
-    assert distance(make(scheme, dtype=torch.bfloat16), kv) < (0.06 if rounds else 0.02)
+    bound = 0.02 if not rounds else 0.2 if "4" in kv else 0.06
+    assert distance(make(scheme, dtype=torch.bfloat16), kv) < bound
     chained = {"chain"} if scheme in ("w4a16", "w8a16", "w4a8") else set()
     int8 = {"linear_shares", "linear_int8_shares", "linear_act_int8"} if scheme in ("w8a8", "w4a8") else set()
     appended = {"append"} if KV_FORMATS[kv].appends else set()
