@@ -100,3 +100,16 @@ def test_w8a8_undoes_the_outliers_that_break_rounding(cost, hard):
     assert cost(model, "--scheme", "w8a8", "--method", "rtn") > 0.15
     # 8 to 64 windows leave 0.0013, give or take 0.0006 by the order of sums; docs/quality.md has 64
     assert abs(cost(model, "--scheme", "w8a8", samples=8)) < 0.002
+
+
+def test_w4a8(cost):
+    """4 windows leave 0.010; docs/quality.md has 64."""
+    assert cost("tiny", "--scheme", "w4a8") < 0.014
+
+
+@pytest.mark.exhaustive  # the two above show what is not w4a8's own
+@pytest.mark.parametrize("profile", ["w4-hard", "w8a8-hard"])
+def test_w4a8_undoes_the_outliers_that_break_rounding(profile, cost, hard):
+    model = hard(profile)
+    assert cost(model, "--scheme", "w4a8", "--method", "rtn") > 0.15
+    assert cost(model, "--scheme", "w4a8", samples=8) < 0.016

@@ -73,7 +73,7 @@ class _Products(NamedTuple):
     def values(self, index: Tensor) -> Tensor:
         """Return products, fp32."""
         count = len(self.mantissas)
-        return torch.ldexp(self.mantissas[index % count], index // count)
+        return self.mantissas[index % count] * _power_of_two(index // count)
 
     def first(self, least: Tensor) -> Tensor:
         """Return the index of the first product that is at least `least`."""
@@ -86,6 +86,11 @@ class _Products(NamedTuple):
         twice = torch.cat([self.mantissas, 2 * self.mantissas])
         ends = torch.searchsorted(twice, self.mantissas * (MOST / LEAST), right=True)
         return int((ends - torch.arange(len(ends), device=ends.device)).max())
+
+
+def _power_of_two(exponent: Tensor) -> Tensor:
+    """Return 2^exponent, fp32, for normal results; torch.ldexp may miss it by a rounding of its power."""
+    return ((exponent + 127) << 23).to(torch.int32).view(torch.float32)
 
 
 @cache
@@ -159,7 +164,7 @@ class _Rows:
         """Return error, scale and zero point [..., N, M] of each group with its best step of a value of c."""
         table, width, end = self._table, self._zeros.shape[-1], self._errors.shape[-2] - 1
         octave, unit = number // UNITS, number % UNITS
-        channel = torch.ldexp(1 + unit / UNITS, octave)
+        channel = (1 + unit / UNITS) * _power_of_two(octave)
         places = table.places[unit] + (octave * len(table.mantissas))[..., None]
         at = (places - self._first[..., None]).clamp_(max=end)
         at.masked_fill_(at < 0, end).masked_fill_(channel[..., None] * self._steps < self._floor, end)

@@ -20,7 +20,7 @@ def add_sweep(command: ArgumentParser) -> None:
         command,
         "--weights",
         str,
-        default=["16", "8", "4", "w8a8"],
+        default=["16", "8", "4", "w8a8", "w4a8"],
         metavar="SCHEME",
         help="weight schemes; 16, 8 and 4 stand for those that round weights alone to so many bits",
     )

@@ -112,3 +112,15 @@ def test_without_importance_all_columns_count_alike(symmetric):
     alike = search_progressive(weight, ones, spec, torch.bfloat16)
     errors = [float(error(weight, ones, *chosen, spec).sum()) for chosen in (own, alike)]
     assert errors[0] == errors[1] if symmetric else errors[1] <= errors[0] < 1.1 * errors[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["alike", "sizes", "zeros"])
+def test_the_gpu_searches_as_the_cpu(kind):
+    """Sums of another order may prefer another grid of as small an error."""
+    weight, cost = rows(kind)
+    own = search_progressive(weight.cuda(), cost.cuda(), grid(False), torch.bfloat16)
+    progressive.split(*own)
+    cpu = search_progressive(weight, cost, grid(False), torch.bfloat16)
+    found, wanted = (error(weight, cost, scale.cpu(), zero.cpu(), grid(False)) for scale, zero in (own, cpu))
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-9)
