@@ -32,12 +32,13 @@ def set_plan(monkeypatch, n, k, tokens, plan):
     monkeypatch.setattr(choose, "configs", lambda device: {key: ["wide", *plan]} if plan else {})
 
 
-@pytest.mark.ptx(tokens=[40, 100])
+@pytest.mark.ptx(tokens=[40, 100, 200])
 @pytest.mark.usefixtures("copies", "small_gpu")
 @pytest.mark.parametrize("tokens, plan", [
     (17, (32, 1, 1, 2, 4, 4)), (40, (64, 2, 1, 2, 4, 2, 2)), (64, (64, 1, 3, 1, 4, 3)),
     (40, (64, 1, 2, 2, 4, 4, 2)), (100, (128, 2, 1, 2, 4, 2, 1, 1)), (300, (128, 4, 1, 1, 4, 2, 2, 1)),
-    (9, (16, 4, 1, 2, 4, 3, 4, 1)), (129, (128, 2, 2, 4, 2, 2)), (50, (64, 1, 1, 4, 2, 2)),
+    (300, (256, 2, 1, 2, 4, 4, 1, 1)), (200, (256, 2, 1, 1, 4, 3)), (9, (16, 4, 1, 2, 4, 3, 4, 1)),
+    (129, (128, 2, 2, 4, 2, 2)), (50, (64, 1, 1, 4, 2, 2)),
 ])  # fmt: skip
 @pytest.mark.parametrize("symmetric", [False, True])
 def test_every_kind_of_plan(device, monkeypatch, tokens, plan, symmetric):
@@ -100,6 +101,7 @@ def test_shares_sum_up_to_the_product(device, monkeypatch, tokens, plan):
 @pytest.mark.ptx(tokens=[40])
 @pytest.mark.parametrize("tokens, plan", [
     (40, (64, 2, 1, 2, 4, 3, 2)), (130, (128, 4, 1, 2, 3, 2, 2, 1)), (18, (32, 1, 1, 2, 4, 4)),
+    (140, (256, 2, 1, 1, 4, 3, 1, 1)),
 ])  # fmt: skip
 def test_gate_times_up(device, monkeypatch, tokens, plan):
     """In the product's epilogue or behind it: the codes of what is rounded to bf16 in between."""

@@ -93,6 +93,11 @@ class _Sizes:
     SHARES: int
 
     @property
+    def COLUMNS(self) -> int:
+        """Return the products that share a plane of weights: Triton's int8 product has at most 128 tokens."""
+        return 2 if self.DOT == gl.int8 and self.BM > 128 else 1
+
+    @property
     def SUM(self) -> Any:
         """Return the dtype of sums."""
         return gl.int32 if self.DOT == gl.int8 else gl.float32
@@ -149,6 +154,7 @@ def _wide(
     zero_smem = gl.allocate_shared_memory(gl.int32, [TILES if S.ASYMMETRIC else 1] + FACTS, scale_desc.layout)
     met = x_smem
     gl.static_assert(not (S.SPLIT or S.TURNS) or S.HALVES == 1 and not S.PERSISTENT)
+    gl.static_assert(not (S.SPLIT or S.TURNS) or S.COLUMNS == 1)
     if S.TURNS:  # the second group's sums
         gl.static_assert(S.GROUPS == 2 and S.BN == 1)
         SUMS: gl.constexpr = gl.SwizzledSharedLayout(4, 1, min(8, S.BM // 4), [1, 0])
@@ -233,9 +239,11 @@ def _multiply(  # noqa: C901 -- its branches are constants
     PLANES: gl.constexpr = S.PLANES
     STAGES: gl.constexpr = PLANES // S.XP  # of a tile
     INPUTS: gl.constexpr = 32 if S.DOT == gl.int8 else 16  # of an instruction
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4 * S.BN, 1], [16, BM, INPUTS])
+    WIDTH: gl.constexpr = BM // S.COLUMNS
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4 * S.BN, 1], [16, WIDTH, INPUTS])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, MMA, INPUTS // 8)
-    acc = gl.zeros([ROWS, BM], S.SUM, MMA)
+    acc = gl.zeros([ROWS, WIDTH], S.SUM, MMA)
+    more = gl.zeros([ROWS, WIDTH], S.SUM, MMA)  # of the second half of the tokens, where products have halves
     if S.TURNS:
         steps = (steps + (S.GROUPS - 1 - GROUP)) // S.GROUPS  # a share of one tile leaves none
     place = done % S.WS * S.GROUPS + GROUP
@@ -254,25 +262,27 @@ def _multiply(  # noqa: C901 -- its branches are constants
             if S.TURNS:
                 slot, freed = slot * S.GROUPS + GROUP, freed * S.GROUPS + GROUP
             if S.GROUPS > 1 and p > 0:
-                acc, before = _waited(0, acc, before, S)
+                acc, more, before = _waited(0, acc, more, before, S)
                 if p % S.XP == 0:
                     mbarrier.arrive(x_empty.index(freed), count=1)
             if p % S.XP == 0:
                 mbarrier.wait(x_ready.index(slot), stage // S.XS & 1)
-            x = x_smem.index(slot).reshape([S.XP * BM, S.J]).slice(p % S.XP * BM, BM)
-            acc = warpgroup_mma(weights, x.permute((1, 0)), acc, is_async=True)
+            x = x_smem.index(slot).reshape([S.XP * BM, S.J])
+            acc = warpgroup_mma(weights, _tokens(x, p % S.XP * BM, WIDTH), acc, is_async=True)
+            if S.COLUMNS == 2:
+                more = warpgroup_mma(weights, _tokens(x, p % S.XP * BM + WIDTH, WIDTH), more, is_async=True)
             if p == 0:
                 mbarrier.arrive(w_empty.index(place), count=1)
             if S.GROUPS == 1:
-                acc, before = _waited(1, acc, before, S)  # the plane before this one is done
+                acc, more, before = _waited(1, acc, more, before, S)  # the plane before this one is done
                 if p % S.XP == 0:
                     mbarrier.arrive(x_empty.index(freed), count=1, pred=(i > 0) | (p > 0))
             before = weights
         if S.GROUPS > 1:
-            acc, before = _waited(0, acc, before, S)
+            acc, more, before = _waited(0, acc, more, before, S)
             mbarrier.arrive(x_empty.index(slot), count=1)
     if S.GROUPS == 1:
-        acc, before = _waited(0, acc, before, S)
+        acc, more, before = _waited(0, acc, more, before, S)
         if S.PERSISTENT:
             mbarrier.arrive(x_empty.index(((done + steps) * STAGES - 1) % S.XS), count=1)
     if S.DOT != gl.int8:
@@ -293,28 +303,40 @@ def _multiply(  # noqa: C901 -- its branches are constants
                 output_block = block if S.TURNS else block * S.GROUPS + GROUP
                 acc, last = sum_splits(acc, PARTS, ARRIVALS, output_block, MMA)
         if last:
-            y = _finished(acc, BIAS, of_codes, (expert, first_row(row, GROUP, S), token * BM), M, N, S)
-            _store(y, Y, first_row(row, GROUP, S), token * BM, M, N, scatter, S)
+            first = first_row(row, GROUP, S)
+            _store(acc, Y, BIAS, of_codes, (expert, first, token * BM), M, N, scatter, S)
+            if S.COLUMNS == 2:
+                _store(more, Y, BIAS, of_codes, (expert, first, token * BM + WIDTH), M, N, scatter, S)
 
 
 @gluon.jit
-def _waited(RUNNING: gl.constexpr, acc, before, S: gl.constexpr):
-    """Wait until at most RUNNING products still run; return acc and what the last one multiplied."""
-    if S.DOT == gl.int8:  # Triton takes nothing of 8 bits here, and ptxas knows what a product still reads
-        return warpgroup_mma_wait(RUNNING, deps=[acc]), before
+def _tokens(x, FIRST: gl.constexpr, COUNT: gl.constexpr):
+    """Return COUNT tokens of x in shared memory as an operand."""
+    return x.slice(FIRST, COUNT).permute((1, 0))
+
+
+@gluon.jit
+def _waited(PLANES: gl.constexpr, acc, more, before, S: gl.constexpr):
+    """Wait until products of at most so many planes run; return the sums and what the last one multiplied."""
+    if S.COLUMNS == 2:  # Triton takes nothing of 8 bits here, and ptxas knows what a product still reads
+        sums = warpgroup_mma_wait(2 * PLANES, deps=[acc, more])
+        return sums[0], sums[1], before
+    elif S.DOT == gl.int8:
+        return warpgroup_mma_wait(PLANES, deps=[acc]), more, before
     else:
-        return warpgroup_mma_wait(RUNNING, deps=[acc, before])
+        kept = warpgroup_mma_wait(PLANES, deps=[acc, before])
+        return kept[0], more, kept[1]
 
 
 @gluon.jit
 def _finished(acc, BIAS, of_codes, where, M, N, S: gl.constexpr):
-    """Return what the sums [ROWS, BM] of a group stand for, float32, with the bias."""
+    """Return what the sums [ROWS, tokens] of a group stand for, float32, with the bias."""
     expert, first, token = where
     TOKEN_SCALES, CHANNEL = of_codes
     MMA: gl.constexpr = acc.type.layout
     y = acc.to(gl.float32)
     if S.DOT == gl.int8:
-        m = token + gl.arange(0, S.BM, layout=gl.SliceLayout(0, MMA))
+        m = token + gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, MMA))
         y *= gl.expand_dims(gl.load(TOKEN_SCALES + m, mask=m < M, other=0.0), 0)
         y *= gl.expand_dims(_of_rows(CHANNEL, MMA, first, N, S), 1)
     if S.BIASED:
@@ -333,20 +355,23 @@ def _of_rows(FACTS, LAYOUT: gl.constexpr, first, N, S: gl.constexpr):
 
 
 @gluon.jit
-def _store(acc, Y, first, token, M, N, scatter, S: gl.constexpr):
-    """Store the sums float32 [ROWS, BM] of a group, or with two halves ACT(gate) * up of them.
+def _store(acc, Y, BIAS, of_codes, where, M, N, scatter, S: gl.constexpr):
+    """Store the sums [ROWS, tokens] of a group, or with two halves ACT(gate) * up of them.
 
     With WEIGHTS a row is first multiplied by that of its assignment.
     """
     ORDER, WEIGHTS, count = scatter
+    TOKENS: gl.constexpr = acc.shape[1]
+    expert, first, token = where
+    sums = _finished(acc, BIAS, of_codes, where, M, N, S)
     if WEIGHTS is not None:
         COLUMN: gl.constexpr = gl.SliceLayout(0, acc.type.layout)
-        acc *= gl.expand_dims(weights_of_places(ORDER, WEIGHTS, token, count, S.BM, COLUMN), 0)
-    y = acc.to(Y.dtype.element_ty)
+        sums *= gl.expand_dims(weights_of_places(ORDER, WEIGHTS, token, count, TOKENS, COLUMN), 0)
+    y = sums.to(Y.dtype.element_ty)
     if S.HALVES == 2:
-        gate, up = gl.split(y.reshape([S.ROWS // 16, 2, 8, S.BM]).permute((0, 2, 3, 1)))
+        gate, up = gl.split(y.reshape([S.ROWS // 16, 2, 8, TOKENS]).permute((0, 2, 3, 1)))
         ACT: gl.constexpr = S.ACT  # Triton 3.6 passes no string that is an attribute
-        y = act_times(gate, up, ACT, True).reshape([S.ROWS // 2, S.BM])
+        y = act_times(gate, up, ACT, True).reshape([S.ROWS // 2, TOKENS])
     store_block(Y, y, first, token, M, N // S.HALVES, 4 * S.BN, ORDER, count, S.SHARES)
 
 
