@@ -55,11 +55,12 @@ def test_chosen_kernel_runs(monkeypatch, gpu, scheme, k, n):
             assert set(launched) == wanted, (tokens, chosen)
 
 
+@pytest.mark.parametrize("scheme", ["w8a8", "w4a8"])
 @pytest.mark.parametrize("tokens", [1, 17, 300])
-def test_silu_of_int8_tokens_is_joined_as_chosen(monkeypatch, tokens):
-    launched, weight, x = fake_gpu(monkeypatch), meta_weight("w8a8", 4096, 28672), quantized(tokens)
-    kernel.linear_act_int8(x.codes, x.scale, weight, None, "w8a8", BF16, "silu")
-    chosen = choose.choose(WEIGHT_SCHEMES["w8a8"], x, weight, Epilogue.ACT_MUL)
+def test_silu_of_int8_tokens_is_joined_as_chosen(monkeypatch, scheme, tokens):
+    launched, weight, x = fake_gpu(monkeypatch), meta_weight(scheme, 4096, 28672), quantized(tokens)
+    kernel.linear_act_int8(x.codes, x.scale, list(weight), None, scheme, BF16, "silu")
+    chosen = choose.choose(WEIGHT_SCHEMES[scheme], x, weight, Epilogue.ACT_MUL)
     last = "_quantize_tokens" if chosen.joined else "_act_mul_int8"
     assert set(launched) == {*LAUNCHED[chosen.kernel], last}
 
@@ -92,6 +93,7 @@ def test_few_or_many_16_bit_outputs_are_ours(monkeypatch):
 
 @pytest.mark.parametrize("scheme, key", [
     ("w8a16", tile_plans.tuning_key(4096, 6144, 8, 32)), ("w8a8", int8_plans.tuning_key(4096, 6144, 32)),
+    ("w4a8", tile_plans.int8_tuning_key(4096, 6144, 32)),
 ])  # fmt: skip
 def test_measured_plan_is_taken_and_called_so(monkeypatch, scheme, key):
     fake_gpu(monkeypatch)

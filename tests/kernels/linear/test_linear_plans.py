@@ -38,6 +38,11 @@ def test_plans_of_many_tokens_leave_no_sm_idle_that_could_work(blocks, tiles, to
     assert wide.splits == 1 or (programs * wide.splits <= sms and share >= 4)
     assert (wide.splits - 1) * share < tiles <= wide.splits * share
     assert wide.blocks == 1 or blocks * -(-width // wide.tokens) > sms
+    int8 = tile_plans.wide_int8_plan(width, blocks, tiles, sms)
+    programs = -(-blocks // int8.blocks) * -(-width // int8.tokens)
+    assert int8.tokens == min(width, 128) and -(-tiles // -(-tiles // int8.splits)) == int8.splits
+    assert int8.splits == 1 or (programs * int8.splits <= sms and -(-tiles // int8.splits) >= 4)
+    assert bool(int8.persistent) == (blocks * -(-width // 128) >= 4 * sms and width >= 128)
     narrow = int8_plans.hopper_plan(tokens, blocks * 64, sms)
     if tokens <= 128:
         assert narrow is None
