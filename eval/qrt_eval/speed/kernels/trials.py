@@ -19,11 +19,12 @@ from qrt.kernels.sizes import next_power_of_2
 from qrt.quant.weight import WEIGHT_SCHEMES, quantized
 from qrt.quant.weight.base import Layout
 from qrt.quant.weight.tiles import TILE_ROWS
-from qrt_eval.speed.kernels.linear import head, heads, products
+from qrt_eval.speed.kernels.linear import head, heads, in_int8, products
 
 FUSED_WIDTHS = (8, 16, 32, 64)
 WIDE_WIDTHS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, *tuned.BETWEEN)
 INT8_WIDTHS = (16, 32, 64, 128, 256, 512, 1024, 2048, *tuned.BETWEEN)
+INT8_TILES_WIDTHS = (32, 64, 128, 256, 512, 1024, 2048, 4096)  # fewer tokens are multiplied as `Digits`
 HEAD_WIDTHS = (8, 16, 64, 128, 256)  # numbers of rows that sample
 SMS = 132
 Plan = FusedPlan | WidePlan | BlockPlan | HopperPlan
@@ -33,16 +34,10 @@ KINDS = {plan: kind for kind, plan in {**tile_plans.PLANS, **int8_plans.PLANS}.i
 def schemes(*layouts: Layout) -> list[str]:
     """Return the schemes of integers in one of these layouts; without any, in one that has plans.
 
-    Floats in tiles take the plans of integers of as many bits, and so do tiles that int8 tokens meet.
+    Floats in tiles take the plans of integers of as many bits.
     """
     wanted = layouts or (Layout.TILES, Layout.INT8_ROWS)
-    return [name for name in quantized() if _has_plans(name) and WEIGHT_SCHEMES[name].layout in wanted]
-
-
-def _has_plans(scheme: str) -> bool:
-    """Return whether launch configurations are tried for a scheme."""
-    kind = WEIGHT_SCHEMES[scheme]
-    return kind.layout is not Layout.TILES or not kind.int8_tokens
+    return [name for name in quantized() if WEIGHT_SCHEMES[name].layout in wanted]
 
 
 def has_digits(scheme: str) -> bool:
@@ -72,6 +67,8 @@ class Trial(NamedTuple):
         """Return the winner's key in the file."""
         if WEIGHT_SCHEMES[self.scheme].layout is Layout.INT8_ROWS:
             return int8_plans.tuning_key(self.k, self.n, self.width)
+        if in_int8(self.scheme):
+            return tile_plans.int8_tuning_key(self.k, self.n, self.width)
         return tile_plans.tuning_key(self.k, self.n, _bits(self.scheme), self.width)
 
     @property
@@ -104,6 +101,11 @@ def trials(k: int, n: int, gated: bool = False) -> Iterator[Trial]:
     for scheme in schemes(Layout.TILES):
         inputs = 1024 // _bits(scheme)  # of a tile
         tiles = -(-k // inputs)
+        if in_int8(scheme):
+            for width in INT8_TILES_WIDTHS:
+                plans = _int8_tiles_plans(width, blocks, tiles, gated)
+                yield from (Trial(scheme, k, n, width, plan, gated) for plan in plans)
+            continue
         for width in FUSED_WIDTHS:
             fused = _fused_plans(width, blocks, tiles, gated)
             yield from (Trial(scheme, k, n, width, plan, gated) for plan in fused)
@@ -162,6 +164,33 @@ def _wide_plans(width: int, blocks: int, tiles: int, bits: int) -> Iterable[Wide
         for splits, depth in product((1,) if whole else _splits(programs, tiles // 4), sorted(depths)):
             plans.append(WidePlan(tokens, rows, splits, planes, x_stages, depth, groups, each))
     return dict.fromkeys(plans)  # at 8 bits two of them may be equal
+
+
+# width -> tokens, row blocks, planes of x per stage, stages of x and of w, groups of warps, programs of an SM
+# that take blocks in turn, for int8 tokens; narrower widths take blocks as narrow
+INT8_TILES_BLOCKS = {
+    64: ((64, 1, 2, 4, 4, 2, 0), (64, 1, 4, 3, 3, 2, 0), (64, 1, 2, 4, 4, 1, 0), (64, 2, 2, 4, 3, 2, 0),
+         (64, 2, 4, 3, 4, 2, 0), (64, 4, 4, 3, 4, 4, 1)),
+    128: ((64, 1, 2, 4, 4, 2, 0), (128, 1, 2, 3, 3, 2, 0), (128, 2, 2, 4, 3, 1, 0), (128, 2, 2, 4, 3, 2, 0),
+          (128, 4, 2, 4, 2, 4, 0), (128, 4, 2, 4, 3, 2, 0)),
+    256: ((128, 1, 2, 3, 3, 2, 0), (128, 2, 2, 4, 3, 1, 0), (128, 2, 2, 4, 3, 2, 0), (128, 4, 2, 4, 2, 4, 0),
+          (128, 4, 2, 4, 3, 2, 0), (128, 1, 2, 4, 4, 1, 2), (128, 2, 2, 6, 4, 1, 1), (128, 4, 2, 4, 3, 2, 1)),
+    512: ((128, 2, 2, 4, 3, 1, 0), (128, 1, 2, 4, 4, 1, 2), (128, 2, 2, 6, 3, 2, 1), (128, 2, 2, 6, 4, 1, 1),
+          (128, 4, 2, 4, 3, 2, 1), (128, 4, 4, 2, 3, 2, 1)),
+    1024: ((128, 1, 2, 4, 4, 1, 2), (128, 2, 2, 6, 3, 2, 1), (128, 2, 2, 6, 4, 1, 1), (128, 4, 2, 4, 3, 2, 1),
+           (128, 4, 4, 2, 3, 2, 1)),
+}  # fmt: skip
+
+
+def _int8_tiles_plans(width: int, blocks: int, tiles: int, gated: bool) -> Iterator[WidePlan]:
+    """Yield plans of `tiles.wide_kernel` for int8 tokens."""
+    for most, rows, planes, x_stages, w_stages, groups, each in INT8_TILES_BLOCKS[min(max(width, 64), 1024)]:
+        tokens = min(most, width)
+        programs = -(-blocks // rows) * -(-width // tokens)
+        whole = gated or each or rows > 2 or width > 256
+        for splits in (1,) if whole else _splits(programs, tiles // 4):
+            if splits <= 4:
+                yield WidePlan(tokens, rows, splits, planes, x_stages, w_stages, groups, each)
 
 
 # tokens, outputs and stages of `int8.hopper_kernel`; blocks below 64 tokens serve only widths of that size

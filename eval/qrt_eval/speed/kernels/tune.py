@@ -28,7 +28,7 @@ from tqdm import tqdm
 from qrt.arch import Arch
 from qrt.errors import ConfigError
 from qrt.kernels import tuned
-from qrt.kernels.linear import linear, linear_act, linear_act_int8
+from qrt.kernels.linear import linear, linear_act, linear_act_int8, linear_int8
 from qrt.kernels.linear.int8.quantize_kernel import quantize_tokens
 from qrt.layers.linear import Linear
 from qrt.quant.digits import MOST_TOKENS
@@ -131,12 +131,14 @@ def _calls(trial: Trial, weights: Sequence[Linear]) -> tuple[Callable[..., objec
     by_digits = has_digits(trial.scheme) and tokens <= MOST_TOKENS  # in bf16 it has no plan
     dtype = torch.float16 if by_digits else torch.bfloat16
     x = torch.randn(tokens, trial.k, device=weights[0].tensors[0].device, dtype=dtype)
-    if not trial.gated or not in_int8(trial.scheme):
-        operator, act = (linear_act, ("silu",)) if trial.gated else (linear, ())
-        return operator, [(x, list(own.tensors), None, trial.scheme, *act) for own in weights]
-    codes, scale, dtype = quantize_tokens(x)
+    act = ("silu",) if trial.gated else ()
     tensors = [list(own.tensors) for own in weights]  # the tensors of a Linear would keep their first plan
-    return linear_act_int8, [(codes, scale, own, None, trial.scheme, dtype, "silu") for own in tensors]
+    if not in_int8(trial.scheme):
+        plain = [(x, own, None, trial.scheme, *act) for own in tensors]
+        return linear_act if trial.gated else linear, plain
+    codes, scale, dtype = quantize_tokens(x)
+    coded = [(codes, scale, own, None, trial.scheme, dtype, *act) for own in tensors]
+    return linear_act_int8 if trial.gated else linear_int8, coded
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from qrt.quant.weight import WEIGHT_SCHEMES
 from qrt_eval.cli import main
 from qrt_eval.inputs import shapes
 from qrt_eval.speed.kernels import exchange, experts, timer, trials, tune
-from qrt_eval.speed.kernels.linear import products
+from qrt_eval.speed.kernels.linear import products, random_linear
 from qrt_eval.speed.kernels.timer import COLD_BYTES, Rates, copies, microseconds
 from result_schema import checked
 
@@ -42,6 +42,12 @@ def test_every_operator_has_rows(small, tmp_path, capsys):
     }  # fmt: skip
     for row in cells.values():
         assert row["us"] > 0 and row["floor_us"] > 0 and row["num_bytes"] > 0
+    for own in (
+        ("linear", "w4a8 sum", "M=8"),
+        ("chain", "w4a8", "M=8"),
+        ("layer", "w4a8, KV int4", "2 x 64"),
+    ):
+        assert cells[own]["ours"]
     # 128 -> 2 * 256 in int4: codes, a scale and a zero word per group of 128, x and y in fp32
     gate_up = cells["linear", "w4a16 gate_up", "M=8"]
     assert gate_up["flops"] == 2 * 8 * 128 * 512
@@ -196,11 +202,44 @@ def test_shapes_have_the_published_sizes(name):
 def test_every_key_has_a_trial_and_none_is_tried_twice():
     for k, n in ((4096, 6144), (14336, 4096), (1024, 3072), (28672, 8192)):
         todo = list(trials.trials(k, n))
-        assert len(todo) == len(set(todo)) and len({trial.key for trial in todo}) == 2 * 17 + 15
+        assert len(todo) == len(set(todo)) and len({trial.key for trial in todo}) == 2 * 17 + 15 + 8
         for trial in todo:
             if trial.scheme == "w8a8":  # the launcher splits as the plan says
                 plan, inputs = trial.plan, getattr(trial.plan, "inputs", 128)
                 assert -(-k // (-(-k // plan.splits // inputs) * inputs)) == plan.splits
+
+
+def test_plans_for_int8_tokens_in_tiles_are_those_tried():
+    """The splits of gate and up are one: more would leave act_mul to another kernel."""
+    arch = shapes.shape("llama-3-8b")
+    todo = [trial for trial in trials.pending([arch], {}) if trial.scheme == "w4a8"]
+    table = json.loads(tuned.path("NVIDIA H200").read_text())
+    tried = {(trial.key, tuple(trial.entry)) for trial in todo}
+    assert {(key, tuple(table[key])) for key, _ in tried} <= tried
+    assert {key for key, _ in tried} == {
+        tile_plans.int8_tuning_key(k, n, width)
+        for k, n in products(arch).values()
+        for width in trials.INT8_TILES_WIDTHS
+    }
+    for trial in todo:
+        plan, wide = trial.plan, tile_plans.width_of(trial.width)
+        assert plan.tokens <= min(wide, 128) and 1 <= plan.splits <= (1 if trial.gated else 4)
+        assert sum(tile_plans.registers(plan)) > 0 and plan.blocks % plan.group_blocks == 0
+
+
+@pytest.mark.parametrize("scheme, gated, multiply", [
+    ("w4a8", False, tune.linear_int8), ("w4a8", True, tune.linear_act_int8),
+    ("w8a8", False, tune.linear_int8), ("w8a8", True, tune.linear_act_int8),
+    ("w4a16", False, tune.linear), ("w4a16", True, tune.linear_act),
+])  # fmt: skip
+def test_trials_time_what_a_layer_calls(scheme, gated, multiply):
+    """Schemes of int8 tokens get codes; each call has tensors that keep no plan."""
+    weight = random_linear(scheme, 256, 128, torch.device("cpu"))
+    operator, (args, _) = tune._calls(trials.Trial(scheme, 256, 128, 32, None, gated), [weight, weight])
+    assert operator is multiply and isinstance(args[2 if "a8" in scheme else 1], list)
+    y = operator(*args)
+    wide = 64 if gated else 128
+    assert (y[0] if isinstance(y, tuple) else y).shape == (32, wide)
 
 
 def test_tuning_all_shapes_takes_minutes():
