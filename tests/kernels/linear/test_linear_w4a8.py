@@ -43,6 +43,8 @@ def set_plan(monkeypatch, n, k, tokens, plan):
 @pytest.mark.parametrize("symmetric", [False, True])
 def test_every_kind_of_plan(device, monkeypatch, tokens, plan, symmetric):
     """Splits, several groups, groups that take turns, programs that take blocks in turn."""
+    if not is_hopper(device) and tokens not in (17, 129):
+        pytest.skip("the kernel of any GPU has no plan")
     n, k = 200, 1152
     set_plan(monkeypatch, n, k, tokens, plan)
     weight = progressive(n, k, 128, device, symmetric=symmetric)
