@@ -17,6 +17,7 @@ from qrt.layers.linear import Linear
 from qrt.model.decoder import Decoder
 from qrt.model.fused import FusedDecoder
 from qrt.model.links import Links
+from qrt.model.merged import takes_int8
 from qrt.model.stacks import stacks
 from qrt.quant.weight import WEIGHT_SCHEMES
 
@@ -115,8 +116,10 @@ def _layer(model: Decoder, index: int, count: int) -> dict[str, str]:
     """Return which kernel runs each product of a layer in a step of `count` tokens, and why."""
     fused = model.fused if isinstance(model, FusedDecoder) else None
     residual = _rows(model, count, model.arch.hidden_size)
-    found, epilogues = {}, {}
+    found, epilogues, quantized = {}, {}, set()  # the last: whose tokens what is in front may quantize
     if fused is not None:
+        quantized = {"qkv"} if index else set()
+        quantized |= set() if model.layers[index].parallel else {"gate_up", "down"}
         epilogues = fused[index].epilogues(residual)
         own, before = fused[index].fitting(residual), fused[index - 1].fitting(residual) if index else Links()
         if own.whole is not None:
@@ -128,7 +131,9 @@ def _layer(model: Decoder, index: int, count: int) -> dict[str, str]:
     for name, (linear, inputs) in _products(model, index).items():
         if name not in found:
             epilogue = epilogues.get(name, Epilogue.PLAIN)
-            found[name] = explain(_rows(model, count, inputs), linear.tensors, linear.scheme, epilogue)
+            coded = takes_int8(linear) and (epilogue is not Epilogue.PLAIN or name in quantized)
+            x = _rows(model, count, inputs)
+            found[name] = explain(x, linear.tensors, linear.scheme, epilogue, coded=coded)
     if isinstance(mixture := model.layers[index].mlp, Mixture):
         gate_up, down, top_k = mixture.gate_up, mixture.down, mixture.choose.rules.top_k
         said = experts.explain(residual, top_k, gate_up.tensors, down.tensors, gate_up.scheme)

@@ -87,6 +87,34 @@ def test_chained_layers_are_called_so(monkeypatch):
     assert not any(each.why == CHAINED for each in elsewhere.values())
 
 
+def test_int8_tokens_are_told_where_they_come_as_codes(monkeypatch):
+    """The first norm gives 16 bits, which few tokens keep; the others give codes where there is no chain."""
+    found = products(monkeypatch, "w4a8", [1, 16, 17], {"layers.1.self_attn.o_proj": "w8a16"})
+    digits, codes = (kernel.value[1:] for kernel in (Kernel.DIGITS, Kernel.WIDE_INT8))
+    assert digits in found["qkv", (0,), 1].why and codes in found["qkv", (0,), 17].why
+    assert found["gate_up", (0,), 1].why == found["qkv", (1,), 1].why == CHAINED
+    for key in (("gate_up", (1,), 1), ("down", (1,), 1), ("qkv", (2,), 1), ("o", (0,), 17)):
+        assert codes in found[key].why, key
+
+
+@pytest.mark.parametrize("scheme", ["w8a8", "w4a8"])
+@pytest.mark.parametrize("tokens, own", [(5, {"qkv"}), (300, {"qkv", "down"})])
+def test_products_behind_a_norm_or_act_take_codes(monkeypatch, scheme, tokens, own):
+    """Those that are called plainly; what is left in split sums, and gate_up, takes codes in any case."""
+    products(monkeypatch, scheme, [1], hopper=False, measured={})
+    layer, called = build(CONFIG, MetaWeights(scheme, {}), progress="").fused[0], []
+    plain = merged.linear_int8
+    monkeypatch.setattr(merged, "linear_int8", lambda *args: called.append(args[2]) or plain(*args))
+    sums = torch.empty(1, tokens, 4096, device=META)
+    for name in ("linear_shares", "linear_int8_shares"):
+        monkeypatch.setattr(merged, name, lambda *args: sums)
+    residual = torch.empty(tokens, 4096, dtype=torch.bfloat16, device=META)
+    layer.after_attention([torch.empty_like(residual)], residual, Links())
+    weights = {"qkv": layer.next_qkv.tensors, "down": layer.layer.mlp.dense.down.tensors}
+    assert {name for name, weight in weights.items() if any(weight is it for it in called)} == own
+    assert len(called) == len(own)
+
+
 def test_products_around_a_mixture_are_called_so(monkeypatch):
     fake_gpu(monkeypatch)
     monkeypatch.setattr("qrt.kernels.linear._PACKED_ON_CPU", False)
@@ -107,7 +135,7 @@ def test_products_around_a_mixture_are_called_so(monkeypatch):
 
 
 @pytest.mark.parametrize("scheme, mix, told", [
-    ("w4a16", {}, True), ("w8a8", {}, True), ("w8a8", {"down_proj": "w8a16"}, False),
+    ("w4a16", {}, True), ("w8a8", {}, True), ("w4a8", {}, True), ("w8a8", {"down_proj": "w8a16"}, False),
 ])  # fmt: skip
 def test_act_is_told_of_gate_up_where_it_goes_with_it(monkeypatch, scheme, mix, told):
     found = products(monkeypatch, scheme, [100], mix)

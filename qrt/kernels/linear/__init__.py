@@ -42,19 +42,23 @@ def prepare(scheme: str, weight: WeightData, device: torch.device, dtype: torch.
     return WEIGHT_SCHEMES[scheme].prepare(weight, device, dtype)
 
 
-def explain(x: Tensor, weight: Sequence[Tensor], scheme: str, epilogue: Epilogue = Epilogue.PLAIN) -> str:
+def explain(
+    x: Tensor, weight: Sequence[Tensor], scheme: str, epilogue: Epilogue = Epilogue.PLAIN, *,
+    coded: bool = False,
+) -> str:  # fmt: skip
     """Return which kernel multiplies x [T, K] by `weight` and why, in a sentence or two.
 
-    It asks x for its shape, dtype and device only.
+    It asks x for its shape, dtype and device only. With `coded` x comes as codes, to `linear_int8` or its
+    kind, and has the dtype of the result.
     """
     if ENV.kernel_backend is KernelBackend.REF:
         return f"The definition of {scheme} (linear_ref) multiplies, because QRT_KERNEL_BACKEND is ref."
     kind = WEIGHT_SCHEMES[scheme]
     if x.device.type == "cpu" and ENV.kernel_backend is KernelBackend.AUTO:
         return kind.explain_cpu(weight)
-    from qrt.kernels.linear.choose import choose_unquantized  # it imports Triton
+    from qrt.kernels.linear.choose import as_codes, choose  # it imports Triton
 
-    return choose_unquantized(kind, x, weight, epilogue).explain()
+    return choose(kind, as_codes(x) if coded else x, weight, epilogue).explain()
 
 
 def _fake(x: Tensor, weight: Sequence[Tensor], scheme: str) -> Tensor:

@@ -164,11 +164,7 @@ def _plain(x: Tensor, weight: Tensor) -> Product:
     return Product(Kernel.TORCH, "nothing faster was measured for this shape and GPU")
 
 
-def choose_unquantized(
-    scheme: WeightScheme, x: Tensor, weight: Sequence[Tensor], epilogue: Epilogue = Epilogue.PLAIN
-) -> Product:
-    """Do as `choose`, for x that is not quantized yet, if `scheme` multiplies codes."""
-    if not scheme.int8_tokens:
-        return choose(scheme, x, weight, epilogue)
+def as_codes(x: Tensor) -> QuantizedTokens:
+    """Return what `choose` may be asked of codes of x [T, K]: it takes no memory and has no values."""
     codes = x.new_empty(1, dtype=torch.int8).expand(x.shape)
-    return choose(scheme, QuantizedTokens(codes, x.new_empty(1).expand(len(x)), x.dtype), weight, epilogue)
+    return QuantizedTokens(codes, x.new_empty(1).expand(len(x)), x.dtype)

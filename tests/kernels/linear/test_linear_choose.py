@@ -112,11 +112,15 @@ def test_explanation_names_kernel_reason_and_epilogue(monkeypatch):
     assert "a kernel of its own" in explain(inputs(4), weight, "w4a16", Epilogue.ACT_MUL)
 
 
-def test_int8_scheme_is_explained_for_tokens_that_are_quantized(monkeypatch):
+@pytest.mark.parametrize("scheme", ["w8a8", "w4a8"])
+@pytest.mark.parametrize("tokens", [9, 300])
+def test_int8_scheme_is_explained_with_and_without_codes(monkeypatch, scheme, tokens):
     fake_gpu(monkeypatch)
-    weight = meta_weight("w8a8", 4096, 28672)
-    wanted = choose.choose(WEIGHT_SCHEMES["w8a8"], quantized(300), weight, Epilogue.ACT_MUL)
-    assert explain(inputs(300), weight, "w8a8", Epilogue.ACT_MUL) == wanted.explain() and wanted.joined
+    kind, weight = WEIGHT_SCHEMES[scheme], meta_weight(scheme, 4096, 28672)
+    for x, coded in ((inputs(tokens), False), (quantized(tokens), True)):
+        wanted = choose.choose(kind, x, weight, Epilogue.ACT_MUL)
+        said = explain(inputs(tokens), weight, scheme, Epilogue.ACT_MUL, coded=coded)
+        assert said == wanted.explain() and wanted.joined == coded
 
 
 @pytest.mark.parametrize("scheme, dtype, said", [
