@@ -63,10 +63,17 @@ def _family(run: Result) -> tuple[Any, ...]:
     return QUANTIZED.sub("", Path(run["model"]).name), *text_of(run).values()
 
 
-def divergences(results: list[Result]) -> str:
-    """Return a row per text, model and KV format: the change of perplexity, and KL from the baseline."""
-    rows = []
+def divergences(results: list[Result]) -> list[str]:
+    """Return a table per text, a row per model and KV format: change of perplexity, KL from the baseline."""
+    texts: dict[str, list[Result]] = {}
     for result in (result for result in results if result.get("command") == "kld"):
+        texts.setdefault(result["dataset"], []).append(result)
+    return [_divergences(own) for own in texts.values()]
+
+
+def _divergences(results: list[Result]) -> str:
+    rows = []
+    for result in results:
         for run in result["runs"]:
             figures = (
                 f"{run['ppl']:.3f}",
@@ -265,9 +272,9 @@ def section(results: list[Result]) -> str:
     tables = ["Measured on " + "; ".join(where) + "."]
     if any("ppl" in result for result in results):
         tables.append(perplexities(results))
-    for command, made in (("kld", divergences), ("answers", answers)):
-        if any(result.get("command") == command for result in results):
-            tables.append(made(results))
+    tables += divergences(results)
+    if any(result.get("command") == "answers" for result in results):
+        tables.append(answers(results))
     if any("rows" in result for result in results):
         tables.append(latencies(results))
     if any("loads" in result for result in results):

@@ -106,8 +106,10 @@ def test_divergences_and_answers_name_their_baseline():
     counts = {"answers": 20, "same": 9, "near_ties": 1, "changed": 10, "same_tokens": 0.5, "first": 3}
     made = [{"command": "kld", **about, "runs": [run | kld]}]
     made += [{"command": "answers", **about, "runs": [run | counts | {"median": 40.5}]}]
-    assert tables.divergences(made).splitlines()[2:] == [
-        "| t | m-w4 | w4a16 | int4 | m fp16, KV fp16 | 10.100 | +1.00 % | 1.23e-02 | 98.70 % |"
+    made += [{"command": "kld", **about, "dataset": "u", "runs": [run | kld]}]
+    assert [table.splitlines()[2:] for table in tables.divergences(made)] == [
+        [f"| {text} | m-w4 | w4a16 | int4 | m fp16, KV fp16 | 10.100 | +1.00 % | 1.23e-02 | 98.70 % |"]
+        for text in "tu"
     ]
     assert tables.answers(made).splitlines()[2:] == [
         "| m-w4 | w4a16 | int4 | m fp16, KV fp16 | 20 | 9 | 1 | 10 | 40.5 (from 3) | 50 % |"
