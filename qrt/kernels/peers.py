@@ -172,8 +172,7 @@ class Peers:
     def close(self) -> None:
         """Leave the group.
 
-        What torch has of NCCL's stays until the process ends: its destructor waits, with Python's lock, for
-        threads that want the lock.
+        What torch has of NCCL's stays until the process ends, as its destructor never returns.
         """
         if dist.is_initialized():
             if self.device.type == "cuda":

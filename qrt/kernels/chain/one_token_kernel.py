@@ -332,7 +332,7 @@ def _product(
 
 @gluon.jit
 def _over_ranks(PEERS, COPY: gl.constexpr, values, N: gl.constexpr, RANKS: gl.constexpr):
-    """Return the sum over all ranks of this program's units, values [units, 16], in the order of ranks."""
+    """Return the sum over all ranks of this program's units, values [units, 16], the same bits on all."""
     words = words_of(PEERS, RANKS)
     LAYOUT: gl.constexpr = values.type.layout
     at = _own_rows(N, values.shape[0], LAYOUT)

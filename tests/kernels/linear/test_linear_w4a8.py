@@ -22,6 +22,13 @@ def progressive(n, k, group, device, dtype=torch.bfloat16, **kind):
     return random_weight(n, k, 4, group, progressive=True, dtype=dtype, device=device, **kind)
 
 
+def operands(n, k, tokens, device):
+    """Codes and scales of tokens, a weight in groups of 128, and its run-time tensors."""
+    weight = progressive(n, k, 128, device, symmetric=False)
+    codes, scale = affine.quantize_tokens(torch.randn(tokens, k, device=device).bfloat16())
+    return codes, scale, weight, list(W4A8.prepare(weight, device, torch.bfloat16))
+
+
 def exact(codes, scale, weight):
     """The product of codes, in fp64."""
     return (codes.double() @ weight.dequantize().double().T) * scale.double().view(-1, 1)
@@ -89,10 +96,7 @@ def test_groups_that_hopper_does_not_take(device, tokens, group, k):
 def test_shares_sum_up_to_the_product(device, monkeypatch, tokens, plan):
     n, k = 150, 1536
     set_plan(monkeypatch, n, k, tokens, plan)
-    weight = progressive(n, k, 128, device, symmetric=False)
-    x = torch.randn(tokens, k, device=device).bfloat16()
-    codes, scale = affine.quantize_tokens(x)
-    tensors = list(W4A8.prepare(weight, device, torch.bfloat16))
+    codes, scale, weight, tensors = operands(n, k, tokens, device)
     shares = kernel.linear_int8_shares(codes, scale.flatten(), tensors, "w4a8")
     if is_hopper(device) and plan:
         assert len(shares) == plan[2]
@@ -109,10 +113,7 @@ def test_gate_times_up(device, monkeypatch, tokens, plan):
     """In the product's epilogue or behind it: the codes of what is rounded to bf16 in between."""
     n, k = 256, 512
     set_plan(monkeypatch, n, k, tokens, plan)
-    weight = progressive(n, k, 128, device, symmetric=False)
-    x = torch.randn(tokens, k, device=device).bfloat16()
-    codes, scale = affine.quantize_tokens(x)
-    tensors = list(W4A8.prepare(weight, device, torch.bfloat16))
+    codes, scale, _, tensors = operands(n, k, tokens, device)
     args = codes, scale.flatten(), tensors, None, "w4a8", torch.bfloat16
     got, got_scale = kernel.linear_act_int8(*args, "silu")
     want, want_scale = act_mul_int8(kernel.linear_int8(*args), "silu")
