@@ -18,12 +18,14 @@ import torch
 
 import gpu_turns
 import interpreter
+import parsing
 import real_model
 from backends import GPU, PTX, PTX_SEED, PTX_SM, PTX_TESTS
 from ptx import launch
 
 EXHAUSTIVE = os.environ.get("QRT_TEST_EXHAUSTIVE") == "1"
 
+parsing.take_turns()
 if PTX:
     launch.install(PTX_SM)
     launch.settings.update({"seed": int(PTX_SEED)} if PTX_SEED else {})

@@ -16,6 +16,7 @@ Triton's, never coarser.
 
 from __future__ import annotations
 
+import gc
 import inspect
 import logging
 import os
@@ -252,7 +253,11 @@ def compiling() -> Iterator[None]:
     is compiled where Triton interprets kernels.
     """
     count = len(os.sched_getaffinity(0))
-    with warnings.catch_warnings(), ThreadPoolExecutor(count, "compile") as threads:  # Triton sets filters
+    with (
+        warnings.catch_warnings(),  # Triton sets filters
+        _uncollected(),
+        ThreadPoolExecutor(count, "compile") as threads,
+    ):
         compiler = _Compiler(threads)
         with triton.AsyncCompileMode(compiler, ignore_errors=True):
             token = _compiler.set(compiler)
@@ -267,6 +272,18 @@ def compiling() -> Iterator[None]:
                 _compiler.reset(token)
         for kernel in compiler.kernels:
             kernel.result()
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Keep the garbage collector off. Beside it, threads fail to parse before Python 3.11.8 (gh-106905)."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _wait(kernels: Sequence[Future[Any]], threads: int) -> None:

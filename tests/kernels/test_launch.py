@@ -1,6 +1,7 @@
 """`launch`: what a `Variant` hands to CUDA is what Triton would, for every kind of argument."""
 
 import ast
+import gc
 import threading
 import warnings
 from collections import namedtuple
@@ -377,6 +378,15 @@ def test_an_error_while_kernels_are_launched_ends_compiling(compiler):
         variant.launch((1,), *args)
         raise KeyError
     assert by_variant(variant, (1,), args).values == [2, 3, 5]
+
+
+def test_no_garbage_is_collected_while_threads_parse(compiler):
+    """Python before 3.11.8 fails otherwise; see tests/support/parsing.py."""
+    collects = []
+    variant, args = few(late(lambda source: collects.append(gc.isenabled())), [1, 2, 3])
+    with launch.compiling():
+        variant.launch((1,), *args)
+    assert collects == [False] and gc.isenabled()
 
 
 def test_other_threads_launch_while_one_compiles(compiler):
