@@ -1,6 +1,6 @@
 """The sums of a group of warps on their way from registers to memory, in Gluon.
 
-S are the sizes of `wide_kernel`. Of two halves, a gate and its up, a thread has both of a column.
+S are the sizes of `wide_multiply_kernel`. Of two halves, a gate and its up, a thread has both of a column.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 The copy engine (TMA) brings them; a tile is loaded as the register operand and unpacked plane by plane.
 
-Everywhere `ring` is the shared memory of `wide_kernel`, `copies` is what it brings there, and S are its
-sizes. A tile of a gate and its up has as many rows of both, eight of each in turn: a thread then has both of
-a column. Layout: quant/weight/tiles.py.
+Everywhere `ring` is the shared memory of `wide_multiply_kernel`, `copies` is what it brings there, and S are
+its sizes. A tile of a gate and its up has as many rows of both, eight of each in turn: a thread then has both
+of a column. Layout: quant/weight/tiles.py.
 """
 
 from __future__ import annotations
