@@ -94,11 +94,11 @@ act_mul_int8(torch.empty(9, 28672, dtype=BF16), "silu")
 
 
 ALL = {
-    "_fused": 5, "_wide": 10, "_dequantize": 4, "_quantize_tokens": 2, "multiply_rows": 2, "_hopper_int8": 8,
+    "_fused": 5, "wide": 10, "_dequantize": 4, "_quantize_tokens": 2, "multiply_rows": 2, "_hopper_int8": 8,
     "_rmsnorm": 7, "_largest": 1, "_act_mul": 1, "_act_mul_int8": 1,
 }  # fmt: skip
 SOME = ALL | {
-    "_fused": 3, "_wide": 4, "_dequantize": 1, "_quantize_tokens": 1, "multiply_rows": 1, "_hopper_int8": 3,
+    "_fused": 3, "wide": 4, "_dequantize": 1, "_quantize_tokens": 1, "multiply_rows": 1, "_hopper_int8": 3,
 }  # fmt: skip
 
 

@@ -6,7 +6,7 @@ multiprocessor reads. Many tokens are bound by the products: blocks of places ar
 The rules for few tokens are those that won on an H200 on 2026-11-27, in bf16: for 1, 16 and 64 tokens of
 Qwen3-30B-A3B (w4a16), 1 and 16 of gpt-oss-20b (mxfp4), 1 of Mixtral-8x7B (w4a16). For 64 tokens of Qwen3 the
 kernel of any GPU took 100 us in blocks of 8 places and 114 in blocks of 16, Hopper's 115 and 125. Nothing
-else was measured.
+else was measured: many int8 tokens (w4a8) have the plans of dense products.
 """
 
 from __future__ import annotations
@@ -17,7 +17,15 @@ import torch
 
 from qrt.kernels.linear.int8.plans import BlockPlan
 from qrt.kernels.linear.product import Epilogue, Kernel, Product
-from qrt.kernels.linear.tiles.plans import FusedPlan, WidePlan, even_splits, expert_block, expert_plan
+from qrt.kernels.linear.tiles.plans import (
+    EXPERTS_DOWN_INT8,
+    MANY_INT8,
+    FusedPlan,
+    WidePlan,
+    even_splits,
+    expert_block,
+    expert_plan,
+)
 from qrt.kernels.sizes import cdiv, next_power_of_2
 from qrt.quant.weight.base import Layout
 from qrt.quant.weight.tiles import TILE_ROWS
@@ -45,6 +53,7 @@ class Sizes(NamedTuple):
     steps     tiles of K in gate_up and in down, for Layout.TILES; else their inputs
     words     words of a tile's row in gate_up and in down
     sms       multiprocessors of the GPU, if Hopper's kernel takes both products; else 0
+    int8      whether it takes both with int8 tokens
     """
 
     layout: Layout
@@ -57,6 +66,7 @@ class Sizes(NamedTuple):
     steps: tuple[int, int]
     words: tuple[int, int] = (0, 0)
     sms: int = 0
+    int8: bool = False
 
     @property
     def assignments(self) -> int:
@@ -70,6 +80,7 @@ class Plan(NamedTuple):
     block     places of a block
     ordered   whether assignments are put in order by expert; else each is a block of its own
     joined    whether act(gate) * up is part of the first product
+    int8      whether both products read tokens as int8 codes
     gate_up   how the first product is launched
     down      how the second one is
     """
@@ -77,6 +88,7 @@ class Plan(NamedTuple):
     block: int
     ordered: bool
     joined: bool
+    int8: bool
     gate_up: FusedPlan | BlockPlan | WidePlan
     down: FusedPlan | BlockPlan | WidePlan
 
@@ -105,9 +117,12 @@ def plan(sizes: Sizes) -> Plan:
         joined, (first, second) = sizes.inner % TILE_ROWS == 0, zip(sizes.steps, sizes.words, strict=True)
         size = sizes.dtype.itemsize
         tiled = _tiles(2 * sizes.inner, *first, size, block, singles, joined)
-        return Plan(block, ordered, joined, tiled, _tiles(sizes.hidden, *second, size, block, singles))
+        down = _tiles(sizes.hidden, *second, size, block, singles)
+        return Plan(block, ordered, joined, False, tiled, down)
+    int8 = sizes.layout is Layout.INT8_ROWS
     gate_up = _rows(sizes, 2 * sizes.inner, sizes.steps[0], block, singles, 64)
-    return Plan(block, ordered, True, gate_up, _rows(sizes, sizes.hidden, sizes.steps[1], block, singles, 32))
+    rows = _rows(sizes, sizes.hidden, sizes.steps[1], block, singles, 32)
+    return Plan(block, ordered, True, int8, gate_up, rows)
 
 
 def explain(sizes: Sizes) -> tuple[str, str]:
@@ -117,12 +132,11 @@ def explain(sizes: Sizes) -> tuple[str, str]:
     if how.ordered:
         why = f"tokens are in order by expert, in blocks of {how.block}"
     found = []
+    kernels: dict[type, Kernel] = {FusedPlan: Kernel.FUSED, WidePlan: Kernel.WIDE, BlockPlan: Kernel.ROWS}
+    if how.int8:
+        kernels = {WidePlan: Kernel.WIDE_INT8, BlockPlan: Kernel.INT8_BLOCK}
     for one, epilogue in ((how.gate_up, Epilogue.ACT_MUL), (how.down, Epilogue.PLAIN)):
-        kernel = Kernel.ROWS
-        if not isinstance(one, BlockPlan):
-            kernel = Kernel.FUSED if isinstance(one, FusedPlan) else Kernel.WIDE
-        elif sizes.layout is Layout.INT8_ROWS:
-            kernel = Kernel.INT8_BLOCK
+        kernel = kernels[type(one)]
         found.append(Product(kernel, why, one, joined=how.joined, epilogue=epilogue).explain())
     return found[0], found[1]
 
@@ -130,12 +144,14 @@ def explain(sizes: Sizes) -> tuple[str, str]:
 def _wide(sizes: Sizes) -> Plan:
     """Return a plan of Hopper's kernel for both products."""
     block = expert_block(sizes.assignments, sizes.experts)
-    owners = min(sizes.assignments, sizes.experts)
+    joined, owners = sizes.inner % TILE_ROWS == 0, min(sizes.assignments, sizes.experts)
+    if sizes.int8 and block >= MANY_INT8.tokens:  # less is bound by reading weights
+        return Plan(MANY_INT8.tokens, True, joined, True, MANY_INT8, EXPERTS_DOWN_INT8)
     gate_up, down = (
         expert_plan(block, owners, cdiv(n, TILE_ROWS), words, sizes.sms)
         for n, words in zip((2 * sizes.inner, sizes.hidden), sizes.words, strict=True)
     )
-    return Plan(block, True, sizes.inner % TILE_ROWS == 0, gate_up, down)
+    return Plan(block, True, joined, False, gate_up, down)
 
 
 def _splits(programs: int, singles: int, steps: int, n: int) -> int:

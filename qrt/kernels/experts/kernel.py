@@ -17,7 +17,7 @@ from torch import Tensor
 from qrt.checks import expect
 from qrt.kernels.act_mul.kernel import act_mul
 from qrt.kernels.experts import choose, ref
-from qrt.kernels.experts.choose import Sizes, plan
+from qrt.kernels.experts.choose import Plan, Sizes, plan
 from qrt.kernels.experts.order_kernel import order
 from qrt.kernels.experts.tokens_kernel import add, arrange
 from qrt.kernels.gpu import multiprocessors
@@ -29,6 +29,7 @@ from qrt.kernels.linear.tiles import wide_kernel
 from qrt.kernels.linear.tiles.device import constants_of
 from qrt.kernels.linear.tiles.fused_kernel import fused_gemm
 from qrt.kernels.linear.tiles.plans import FusedPlan, WidePlan
+from qrt.quant.tokens import QuantizedTokens
 from qrt.quant.weight import WEIGHT_SCHEMES
 from qrt.quant.weight.base import Layout, WeightScheme
 from qrt.quant.weight.tiles import TiledScheme, TiledWeight
@@ -84,18 +85,24 @@ def _summands(
     places = Places(None, chosen.view(-1), how.block, chosen.numel())
     if how.ordered:
         places = order(chosen, len(gate_up[0]), how.block)
-    reads = top_k
+    read, reads = x if on_input else _quantized(x, how), top_k
     if on_input or first.perm is not None or isinstance(how.gate_up, WidePlan):
-        x, reads = arrange(x, places, reads, first.perm, weights if on_input else None), 0
+        read, reads = arrange(read, places, reads, first.perm, weights if on_input else None), 0
     joined = act if how.joined else None
     inner = x.new_empty(places.rows, first.n // 2 if joined else first.n)
-    first.run(x, gate_up_bias, inner, how.gate_up, joined, Grouped(places, reads))
+    first.run(_quantized(read, how), gate_up_bias, inner, how.gate_up, joined, Grouped(places, reads))
     if not joined:
         inner = act_mul(inner, act)
     if second.perm is not None:
         inner = arrange(inner, places, 0, second.perm)
-    second.run(inner, down_bias, y, how.down, None, Grouped(places, 0, top_k, None if on_input else weights))
+    group = Grouped(places, 0, top_k, None if on_input else weights)
+    second.run(_quantized(inner, how), down_bias, y, how.down, None, group)
     return y
+
+
+def _quantized(x: Tensor | QuantizedTokens, how: Plan) -> Tensor | QuantizedTokens:
+    """Return x as both products read it."""
+    return quantize_tokens(x) if how.int8 and isinstance(x, Tensor) else x
 
 
 def _sizes(
@@ -106,8 +113,9 @@ def _sizes(
     sizes = Sizes(layout, x.dtype, len(x), top_k, experts, second.n, inner, steps)
     if isinstance(first, _Tiles) and isinstance(second, _Tiles):
         wide = first.is_wide(x) and second.is_wide(x.new_empty(0, inner))
+        int8 = first.is_int8(x) and second.is_int8(x.new_empty(0, inner))
         words, sms = (first.constants.J, second.constants.J), multiprocessors(x.device) if wide else 0
-        return sizes._replace(words=words, sms=sms)
+        return sizes._replace(words=words, sms=sms, int8=int8)
     return sizes
 
 
@@ -149,15 +157,20 @@ class _Tiles:
         """Return whether Hopper's kernel for many tokens multiplies x."""
         return wide_kernel.fits(x, self._one)
 
+    def is_int8(self, x: Tensor) -> bool:
+        """Return whether it multiplies int8 codes of x."""
+        return self._kind.int8_tokens and wide_kernel.fits_int8(x, self._one)
+
     def run(
-        self, x: Tensor, bias: Tensor | None, y: Tensor, how: FusedPlan | WidePlan, act: str | None,
-        group: Grouped,
+        self, x: Tensor | QuantizedTokens, bias: Tensor | None, y: Tensor, how: FusedPlan | WidePlan,
+        act: str | None, group: Grouped,
     ) -> None:  # fmt: skip
         """Write the product with x, or act(gate) * up of it, to y."""
         if isinstance(how, WidePlan):
             multiply = wide_kernel.wide_experts(x, self._weight, bias, self.constants, how, act, group)
             multiply(x, bias, y, group)
         else:
+            assert isinstance(x, Tensor)
             fused_gemm(x, self._weight, bias, y, self.constants, how, act, group)
 
 
@@ -166,8 +179,8 @@ class _Rows:
 
     perm = None
 
-    def __init__(self, kind: WeightScheme, tensors: Sequence[Tensor]) -> None:
-        self._int8, self._tensors = kind.layout is Layout.INT8_ROWS, tensors
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = tensors
         _, self.n, self.steps = tensors[0].shape
 
     def check(self, x: Tensor) -> None:
@@ -175,14 +188,13 @@ class _Rows:
         expect(x, "T K", name="x", K=self.steps)
 
     def run(
-        self, x: Tensor, bias: Tensor | None, y: Tensor, how: BlockPlan, act: str | None, group: Grouped
-    ) -> None:
-        """Do as `_Tiles.run`; tokens are quantized for int8 codes."""
-        codes, token_scale = x, None
-        if self._int8:
-            codes, token_scale, _ = quantize_tokens(x)
+        self, x: Tensor | QuantizedTokens, bias: Tensor | None, y: Tensor, how: BlockPlan, act: str | None,
+        group: Grouped,
+    ) -> None:  # fmt: skip
+        """Do as `_Tiles.run`."""
+        codes, token_scale = (x, None) if isinstance(x, Tensor) else (x.codes, x.scale)
         grouped_rows(codes, token_scale, self._tensors, bias, y, how, act, group)
 
 
 def _product(kind: WeightScheme, tensors: Sequence[Tensor]) -> _Tiles | _Rows:
-    return _Tiles(kind, tensors) if isinstance(kind, TiledScheme) else _Rows(kind, tensors)
+    return _Tiles(kind, tensors) if isinstance(kind, TiledScheme) else _Rows(tensors)

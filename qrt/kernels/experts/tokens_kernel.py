@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import torch
 import triton
 import triton.language as tl
@@ -12,15 +14,17 @@ from qrt.kernels.gpu import overlaps
 from qrt.kernels.launch import variant
 from qrt.kernels.linear.shared.places import Places
 from qrt.kernels.sizes import cdiv
+from qrt.quant.tokens import QuantizedTokens
 
+Rows = TypeVar("Rows", Tensor, QuantizedTokens)
 _BLOCK = 1024
 _ROWS = 4  # that a program arranges, so that 64 bytes of each thread are on their way: latency binds one
 
 
 @triton.jit(do_not_specialize=["count", "places"])
 def _arrange(
-    X, PERM, WEIGHTS, ORDER, EXPERTS, Y, count, places, K, READS: tl.constexpr, BM: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, launch_pdl: tl.constexpr,
+    X, SCALES, PERM, WEIGHTS, ORDER, EXPERTS, Y, Y_SCALES, count, places, K, READS: tl.constexpr,
+    BM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, launch_pdl: tl.constexpr,
 ):  # fmt: skip
     """Grid (cdiv(places, ROWS), cdiv(K, BLOCK)): all of a program's rows are on their way at once."""
     after_previous(launch_pdl)
@@ -36,11 +40,13 @@ def _arrange(
     if PERM is not None:
         expert = tl.load(EXPERTS + place // BM, mask=real, other=0)
         at = tl.load(PERM + expert.to(tl.int64)[:, None] * K + k[None, :], mask=inside, other=0)
-    x = tl.load(X + source.to(tl.int64)[:, None] * K + at, mask=inside, other=0.0)
+    x = tl.load(X + source.to(tl.int64)[:, None] * K + at, mask=inside, other=0)
     if WEIGHTS is not None:
         weight = tl.load(WEIGHTS + assignment, mask=real, other=0.0)
         x = (x.to(tl.float32) * weight[:, None]).to(x.dtype)
     tl.store(Y + place.to(tl.int64)[:, None] * K + k[None, :], x, mask=inside)
+    if SCALES is not None and tl.program_id(1) == 0:
+        tl.store(Y_SCALES + place, tl.load(SCALES + source, mask=real, other=0.0), mask=real)
 
 
 @triton.jit
@@ -55,24 +61,26 @@ def _sum(SHARES, Y, size, K: tl.constexpr, BLOCK: tl.constexpr, launch_pdl: tl.c
 
 
 def arrange(
-    x: Tensor, places: Places, reads: int, perm: Tensor | None = None, weights: Tensor | None = None
-) -> Tensor:
+    x: Rows, places: Places, reads: int, perm: Tensor | None = None, weights: Tensor | None = None
+) -> Rows:
     """Return what each place reads of x, [places, K]; places without an assignment stay as they are.
 
     Place p reads row order[p] // reads, or row p if `reads` is 0. Its columns come in the order perm[e] of
-    its expert, and are multiplied by the weight fp32 of its assignment and rounded.
+    its expert, and are multiplied by the weight fp32 of its assignment and rounded, unless x is codes.
     """
-    k = x.shape[1]
-    y = torch.empty(places.rows, k, dtype=x.dtype, device=x.device)
+    codes, scale = (x.codes, x.scale) if isinstance(x, QuantizedTokens) else (x, None)
+    k = codes.shape[1]
+    y = codes.new_empty(places.rows, k)
+    y_scale = None if scale is None else scale.new_empty(places.rows)
     kernel = variant(
         _arrange, READS=reads, BM=1 if places.order is None else places.block, ROWS=_ROWS, BLOCK=_BLOCK,
-        launch_pdl=overlaps(x.device),
+        launch_pdl=overlaps(y.device),
     )  # fmt: skip
     kernel.launch(
-        (cdiv(places.rows, _ROWS), cdiv(k, _BLOCK)), x, perm, weights, places.order, places.experts, y,
-        places.assignments, places.rows, k,
+        (cdiv(places.rows, _ROWS), cdiv(k, _BLOCK)), codes, scale, perm, weights, places.order,
+        places.experts, y, y_scale, places.assignments, places.rows, k,
     )  # fmt: skip
-    return y
+    return x._replace(codes=y, scale=y_scale) if isinstance(x, QuantizedTokens) else y
 
 
 def add(shares: Tensor, dtype: torch.dtype) -> Tensor:

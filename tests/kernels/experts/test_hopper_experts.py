@@ -8,6 +8,7 @@ from qrt.kernels.experts import choose, kernel
 from random_weights import relative
 
 BOUND = {torch.float16: 1e-3, torch.bfloat16: 8e-3}
+INT8_BOUND = {torch.float16: 1e-2, torch.bfloat16: 2e-2}  # a rounding may turn into another int8 code
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory", "small_gpu", "copies", "wide")]
 
 
@@ -21,10 +22,11 @@ def wide(monkeypatch):
 def check(found, x, chosen, weights):
     args = x, chosen, weights, *found.args(x.dtype, x.device)
     want = truth(x, chosen, weights, found).to(x.device)
+    bound = (INT8_BOUND if found.scheme == "w4a8" else BOUND)[x.dtype]
     shares = kernel.experts_shares(*args)
-    assert shares.dtype == torch.float32 and relative(shares, want) < BOUND[x.dtype]
+    assert shares.dtype == torch.float32 and relative(shares, want) < bound
     y = kernel.experts(*args)
-    assert y.dtype == x.dtype and relative(y, want.sum(0)) < BOUND[x.dtype]
+    assert y.dtype == x.dtype and relative(y, want.sum(0)) < bound
     assert torch.equal(y, kernel.experts(*args))
 
 
@@ -37,6 +39,20 @@ def test_plans_of_every_block(device, monkeypatch, scheme, block):
     monkeypatch.setattr(choose, "expert_block", lambda *sizes: block)
     found = mixture(5, 256, 128, scheme, torch.bfloat16, 128, False, device=device)
     check(found, *inputs(20, 256, 5, 2, torch.bfloat16, device, among=[0, 1, 4]))
+
+
+@pytest.mark.ptx
+@pytest.mark.parametrize("kind", [
+    {}, {"on_input": True, "symmetric": False}, {"biased": True, "act": "swiglu_oai"},
+], ids=["plain", "on_input", "swiglu_oai"])  # fmt: skip
+def test_int8_tokens_in_blocks_of_many(device, monkeypatch, kind):
+    """Each channel of each expert has a scale, and each token; padding has none."""
+    monkeypatch.setattr(choose, "expert_block", lambda *sizes: 128)
+    found = mixture(4, 256, 128, "w4a8", torch.bfloat16, 128, device=device, **kind)
+    x, chosen, weights = inputs(20, 256, 4, 1 if "on_input" in kind else 2, torch.bfloat16, device, [0, 1, 3])
+    args = found.args(x.dtype, device)
+    assert all("int8" in why for why in kernel.explain(x, chosen.shape[1], args[0], args[2], "w4a8"))
+    check(found, x, chosen, weights)
 
 
 @pytest.mark.ptx

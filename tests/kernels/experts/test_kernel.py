@@ -132,7 +132,7 @@ def test_int8_tokens_are_those_of_the_definition(device):
 
 @pytest.mark.parametrize("tokens", [1, 9])
 def test_w4a8_multiplies_as_w4a16(device, tokens):
-    """Experts read 16-bit tokens: their kernels are bound by reading weights, not by products."""
+    """Few tokens stay in 16 bits: their kernels are bound by reading weights, not by products."""
     found = mixture(4, 128, 64, "w4a8", torch.float16, symmetric=False, device=device)
     x, chosen, weights = inputs(tokens, 128, 4, 2, torch.float16, device)
     both = (found, replace(found, scheme="w4a16"))

@@ -14,10 +14,10 @@ from random_weights import random_weight
 
 BF16 = torch.bfloat16
 LAUNCHED = {
-    Kernel.NOTHING: set(), Kernel.TORCH: set(), Kernel.FUSED: {"_fused"}, Kernel.WIDE: {"_wide"},
+    Kernel.NOTHING: set(), Kernel.TORCH: set(), Kernel.FUSED: {"_fused"}, Kernel.WIDE: {"wide"},
     Kernel.DIGITS: {"_make_digits", "_digits_product"}, Kernel.DEQUANTIZE: {"_dequantize"},
     Kernel.INT8_HOPPER: {"_hopper_int8"}, Kernel.INT8_BLOCK: {"multiply_rows"},
-    Kernel.FEW_16_BIT: {"_hopper_16bit"}, Kernel.WIDE_INT8: {"_wide"}, Kernel.TILES_INT8: {"_int8_tiles"},
+    Kernel.FEW_16_BIT: {"_hopper_16bit"}, Kernel.WIDE_INT8: {"wide"}, Kernel.TILES_INT8: {"_int8_tiles"},
 }  # fmt: skip
 A100 = {"hopper": False, "multiprocessors": 108, "measured": {}}
 H20 = {"multiprocessors": 78, "measured": {}}

@@ -137,7 +137,7 @@ def wide_int8_plan(width: int, blocks: int, tiles: int, sms: int) -> WidePlan:
         return WidePlan(tokens, 2, 1, 2, 4, 3, groups=2 if tokens < 128 else 1)
     if token_blocks <= 2:
         return WidePlan(tokens, 4, 1, 2, 4, 2, groups=4)
-    return WidePlan(tokens, 4, 1, 4, 2, 3, groups=2, persistent=1)
+    return MANY_INT8
 
 
 def expert_block(assignments: int, experts: int) -> int:
@@ -168,6 +168,12 @@ def expert_plan(block: int, owners: int, rows: int, words: int, sms: int) -> Wid
     if owners * -(-rows // 4) < 4 * sms:
         return WidePlan(block, 2, 1, 2, 3 * stages, 3 * stages, groups=2, persistent=2)
     return WidePlan(block, 4, 1, 2, 4 * stages, (3 if block == 64 else 4) * stages, 4, persistent=1)
+
+
+MANY_INT8 = WidePlan(128, 4, 1, 4, 2, 3, groups=2, persistent=1)  # of many int8 tokens, experts' too
+EXPERTS_DOWN_INT8 = WidePlan(
+    128, 2, 1, 4, 3, 3, persistent=1
+)  # MANY_INT8 spills 864 bytes where it scatters rows
 
 
 def registers(plan: WidePlan) -> tuple[int, int]:

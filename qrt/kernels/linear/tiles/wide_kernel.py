@@ -69,7 +69,7 @@ def wide_product(
     of it, for a plan that `gates` and halves of whole row blocks. All that does not depend on addresses is
     worked out here, once.
     """
-    return _product(x, weight, bias, constants, plan, act)
+    return _product(x, weight, constants, bias, plan, act)
 
 
 def wide_int8_product(
@@ -86,9 +86,7 @@ def wide_int8_product(
     It is [T, N] in x's dtype; with `act`, as in `wide_product`, [T, N / 2]; with `shares` the sum of each
     split, fp32 [S, T, N].
     """
-    facts = weight._replace(scale=weight.steps, zero=weight.steps[:0])
-    constants = constants._replace(SCALE=gl.float16, ASYMMETRIC=False, UNPACK=int8_plane)
-    multiply = _product(x.codes, facts, bias, constants, plan, act, shares)
+    multiply = _product(x.codes, *_in_int8(weight, constants), bias, plan, act, shares)
     tokens, n, tiles = len(x.codes), weight.out_features, weight.packed.shape[1]
     _, splits = split_evenly(tiles, plan.splits, *_outputs(tokens, weight, plan))
     size = (splits, tokens, n) if shares else (tokens, n // (2 if act else 1))
@@ -101,13 +99,19 @@ def wide_int8_product(
     return product
 
 
+def _in_int8(weight: TiledWeight, constants: TileConstants) -> tuple[TiledWeight, TileConstants]:
+    """Return a weight of progressive groups, or a stack, with its steps for scales, and what unpacks it."""
+    steps = weight._replace(scale=weight.steps, zero=weight.steps[:0])
+    return steps, constants._replace(SCALE=gl.float16, ASYMMETRIC=False, UNPACK=int8_plane)
+
+
 def _outputs(tokens: int, weight: TiledWeight, plan: WidePlan) -> tuple[int, int]:
     """Return the blocks of outputs, and how many counters of arrivals there are."""
     return cdiv(tokens, plan.tokens) * cdiv(len(weight.packed), plan.blocks), weight.out_features
 
 
 def _product(
-    x: Tensor, weight: TiledWeight, bias: Tensor | None, constants: TileConstants, plan: WidePlan,
+    x: Tensor, weight: TiledWeight, constants: TileConstants, bias: Tensor | None, plan: WidePlan,
     act: str | None, shares: bool = False,
 ) -> Callable[..., None]:  # fmt: skip
     """Return the launch for x, bias, y and, where x holds codes, the scales of tokens and channels."""
@@ -135,33 +139,38 @@ def _product(
 
 
 def wide_experts(
-    x: Tensor, weight: TiledWeight, bias: Tensor | None, constants: TileConstants, plan: WidePlan,
-    act: str | None, group: Grouped,
-) -> Callable[[Tensor, Tensor | None, Tensor, Grouped], None]:  # fmt: skip
+    x: Tensor | QuantizedTokens, weight: TiledWeight, bias: Tensor | None, constants: TileConstants,
+    plan: WidePlan, act: str | None, group: Grouped,
+) -> Callable[[Tensor | QuantizedTokens, Tensor | None, Tensor, Grouped], None]:  # fmt: skip
     """Return what computes y of each place's expert from x, bias, y and a group, for all that are as these.
 
-    x [P, K] has the places in its rows, in the order of the codes, is contiguous and `fits`. The rows of
-    padding may hold anything: no row depends on another. The tensors of `weight` are those of all E experts,
-    stacked; bias is [E, N]. y has a row for each place, or is [shares, T, N]. It has x's dtype or is fp32;
-    with `act`, which is as in `wide_product`, it has x's. The plan is persistent, with blocks as the group's.
+    x [P, K] has the places in its rows, in the order of the codes, is contiguous and `fits`; or it is
+    quantized, as `fits_int8` says. The rows of padding may hold anything: no row depends on another. The
+    tensors of `weight` are those of all E experts, stacked; bias is [E, N]. y has a row for each place, or is
+    [shares, T, N]. It has x's dtype or is fp32; with `act`, which is as in `wide_product`, it has x's. The
+    plan is persistent, with blocks as the group's.
     """
+    channel, rows = weight.channel, x.codes if isinstance(x, QuantizedTokens) else x
+    if isinstance(x, QuantizedTokens):
+        weight, constants = _in_int8(weight, constants)
     blocks, tiles, _, words = weight.packed.shape[1:]
-    (places, _), n, halves = x.shape, weight.arrivals.shape[1], 2 if act else 1
+    (places, _), n, halves = rows.shape, weight.arrivals.shape[1], 2 if act else 1
     outputs = cdiv(places, plan.tokens) * cdiv(blocks, plan.blocks)
-    programs = min(plan.persistent * multiprocessors(x.device), outputs)
-    dot, biased, shares = DTYPES[x.dtype], bias is not None, group.shares
+    programs = min(plan.persistent * multiprocessors(rows.device), outputs)
+    dot, biased, shares = DTYPES[rows.dtype], bias is not None, group.shares
     kernel = _variant(plan, constants, dot, biased, False, act, True, PANEL, shares)
     descriptors = of_tiles(weight, plan.group_blocks, halves)
     sizes = weight.arrivals, places, n, outputs, tiles, tiles
 
-    def multiply(x: Tensor, bias: Tensor | None, y: Tensor, group: Grouped) -> None:
-        planes, owners = of_planes(x, plan.x_planes, plan.tokens, words), group.places.experts
+    def multiply(x: Tensor | QuantizedTokens, bias: Tensor | None, y: Tensor, group: Grouped) -> None:
+        rows, of_codes = (
+            (x.codes, (x.scale, channel)) if isinstance(x, QuantizedTokens) else (x, (None, None))
+        )
+        planes, owners = of_planes(rows, plan.x_planes, plan.tokens, words), group.places.experts
         scatter = (
             (group.places.order, group.weights, group.places.assignments) if shares else (None, None, None)
         )
-        kernel.launch(
-            (programs, 1), planes, *descriptors, bias, y, None, *sizes, owners, *scatter, None, None
-        )
+        kernel.launch((programs, 1), planes, *descriptors, bias, y, None, *sizes, owners, *scatter, *of_codes)
 
     return multiply
 

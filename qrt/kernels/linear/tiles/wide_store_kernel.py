@@ -43,7 +43,7 @@ def _finished(acc, BIAS, of_codes, where, M, N, S: gl.constexpr):
     if S.DOT == gl.int8:
         m = token + gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, MMA))
         y *= gl.expand_dims(gl.load(TOKEN_SCALES + m, mask=m < M, other=0.0), 0)
-        y *= gl.expand_dims(_of_rows(CHANNEL, MMA, first, N, S), 1)
+        y *= gl.expand_dims(_of_rows(CHANNEL + expert * N, MMA, first, N, S), 1)
     if S.BIASED:
         y += gl.expand_dims(_of_rows(BIAS + expert * N, MMA, first, N, S), 1)
     return y
