@@ -16,7 +16,6 @@ Triton's, never coarser.
 
 from __future__ import annotations
 
-import gc
 import inspect
 import logging
 import os
@@ -38,6 +37,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from qrt.kernels.descriptor import Descriptor
+from qrt.kernels.garbage import garbage_left
 
 logger = logging.getLogger(__name__)
 
@@ -255,7 +255,7 @@ def compiling() -> Iterator[None]:
     count = len(os.sched_getaffinity(0))
     with (
         warnings.catch_warnings(),  # Triton sets filters
-        _uncollected(),
+        garbage_left(),
         ThreadPoolExecutor(count, "compile") as threads,
     ):
         compiler = _Compiler(threads)
@@ -272,18 +272,6 @@ def compiling() -> Iterator[None]:
                 _compiler.reset(token)
         for kernel in compiler.kernels:
             kernel.result()
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Keep the garbage collector off. Beside it, threads fail to parse before Python 3.11.8 (gh-106905)."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
 
 
 def _wait(kernels: Sequence[Future[Any]], threads: int) -> None:

@@ -13,12 +13,10 @@ nothing is recorded and the same padded steps run kernel by kernel, so that both
 
 from __future__ import annotations
 
-import gc
 import logging
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import pairwise
 
@@ -31,6 +29,7 @@ from qrt.engine.step.masks import MaskBuffer
 from qrt.engine.step.padded import PaddedInputs
 from qrt.engine.step.table import RequestTable
 from qrt.kernels.exchange import largest
+from qrt.kernels.garbage import garbage_left
 from qrt.kernels.sample import sample as sample_logits
 from qrt.kernels.sample import sample_words, token_of
 from qrt.mem.sizing import GIB
@@ -63,18 +62,6 @@ def default_tokens(max_num_batched_tokens: int) -> list[int]:
     sizes += range(4096, 8193, 512)
     most = min(max_num_batched_tokens, sizes[-1])
     return [*(size for size in sizes if size < most), most]
-
-
-@contextmanager
-def _garbage_left() -> Iterator[None]:
-    """Collect no garbage inside the block: CUDA cannot destroy an old graph while it records another."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
 
 
 @cache
@@ -150,7 +137,7 @@ class TokenSteps:
         for body, size in tqdm(steps, desc="Recording CUDA graphs", unit="graph"):
             self._pad(body, size)
             graph = torch.cuda.CUDAGraph()
-            with _garbage_left(), torch.cuda.graph(graph, pool, stream, mode):
+            with garbage_left(), torch.cuda.graph(graph, pool, stream, mode):
                 result = body(size)
             self._recorded[body.__name__, size] = graph, result
         took, memory = time.perf_counter() - started, torch.cuda.memory_reserved(device) - before
