@@ -30,14 +30,13 @@ def run(arguments: Namespace) -> None:
     """Run `qrt-eval lm`: the tasks; write the JSON, print their metrics."""
     try:
         import lm_eval
-        from lm_eval.tasks import TaskManager
 
         from qrt_eval.quality.lm_model import QRTLM
     except ImportError as error:
         raise UnsupportedError(f"lm: expected lm-eval, got no {error.name}; pip install 'qrt[lm]'") from error
     if arguments.include_path and not Path(arguments.include_path).is_dir():
         raise ConfigError(f"--include-path: expected a folder, got {arguments.include_path}")
-    manager = TaskManager(include_path=arguments.include_path)
+    manager = task_manager(arguments.tasks, arguments.include_path)
     if unknown := [name for name in arguments.tasks if name not in manager.all_tasks]:
         raise ConfigError(f"--tasks: expected tasks that lm-eval knows, got {unknown[0]}; {OFFLINE}")
     llm = scorer(arguments.model, arguments.kv, arguments.dtype, arguments.max_model_len)
@@ -62,6 +61,21 @@ def run(arguments: Namespace) -> None:
     about = {"lm_eval_version": lm_eval.__version__, "seconds": time.perf_counter() - started}
     save(arguments, {**model_facts(llm), "scores": rows, **about})
     print_table(arguments, rows)
+
+
+def task_manager(wanted: list[str], include_path: str | None) -> Any:
+    """Return lm-eval's index of tasks: those of a folder if all `wanted` ones are tasks in it.
+
+    Otherwise lm-eval's own are read too, which takes 15 seconds. So it does for a group, whose tasks may be
+    anywhere.
+    """
+    from lm_eval import tasks
+
+    if include_path is not None:
+        here = tasks.TaskManager(include_path=include_path, include_defaults=False)
+        if set(wanted) <= set(here.all_subtasks):
+            return here
+    return tasks.TaskManager(include_path=include_path)
 
 
 def scores(found: dict[str, Any]) -> list[dict[str, Any]]:

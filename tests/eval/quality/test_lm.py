@@ -9,6 +9,7 @@ from errors import assert_error
 from qrt.assets import model_path
 from qrt.errors import ConfigError
 from qrt_eval.cli import main
+from qrt_eval.quality.lm import task_manager
 from result_schema import checked
 
 pytest.importorskip("lm_eval", reason="pip install qrt[lm]")
@@ -64,7 +65,6 @@ def tasks(tmp_path):
 
 
 @pytest.mark.model
-@pytest.mark.slow  # lm-eval reads all its task files
 def test_local_tasks_from_the_command_line(tasks, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     out = tmp_path / "lm.json"
@@ -136,6 +136,31 @@ def test_chat_template_and_generation_arguments(caplog):
     assert params.temperature == 0.5 and params.stop == ("x",) and params.max_tokens == 256
     assert "num_beams" in caplog.text
     assert model._sampling({"until": [], "temperature": 0.7, "do_sample": False}).greedy
+
+
+@pytest.mark.parametrize(
+    ("wanted", "folder", "read"),
+    [
+        (["local_choices"], True, [False]),
+        (["local_choices", "hellaswag"], True, [False, True]),
+        (["both"], True, [False, True]),  # a group, whose tasks may be lm-eval's own
+        (["hellaswag"], False, [True]),
+    ],
+)
+def test_own_tasks_of_lm_eval_are_read_if_needed(wanted, folder, read, tasks, monkeypatch):
+    from lm_eval import tasks as theirs
+
+    (tasks / "both.yaml").write_text("group: both\ntask: [local_choices, hellaswag]\n")
+    found, manager = [], partial(theirs.TaskManager, include_defaults=False)
+    monkeypatch.setattr(
+        theirs,
+        "TaskManager",
+        lambda include_path, include_defaults=True: (
+            found.append(include_defaults) or manager(None, include_path)
+        ),
+    )
+    index = task_manager(wanted, str(tasks) if folder else None)
+    assert found == read and ("local_choices" in index.all_tasks) == folder
 
 
 @pytest.mark.parametrize(
