@@ -73,6 +73,11 @@ def test_empty_text_is_refused(tmp_path):
             texts.load_text(*arguments)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def short_pydoc():
+    """Leave pydoc whole."""
+
+
 def test_pydoc_needs_no_download():
     text = texts.load_text("pydoc")
     assert len(text.text) > 300_000 and "assignment" in text.text
