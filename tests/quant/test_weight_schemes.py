@@ -5,7 +5,7 @@ import torch
 
 from qrt.errors import UnsupportedError
 from qrt.quant import affine
-from qrt.quant.weight import WEIGHT_SCHEMES, WeightData
+from qrt.quant.weight import WEIGHT_SCHEMES, WeightData, product
 from qrt.quant.weight.base import fuse
 from qrt.quant.weight.tiles import TiledWeight
 from qrt.quant.weight.w4a16 import packed as int4
@@ -251,6 +251,24 @@ def test_fp16_is_torch():
     assert torch.equal(run("fp16", x, WeightData(values), bias), x @ values.T + bias)
     (tensor,) = WEIGHT_SCHEMES["fp16"].prepare(WeightData(values), CPU, torch.bfloat16)
     assert torch.equal(tensor, values.bfloat16())
+
+
+@pytest.mark.parametrize("slow", [True, False])
+@pytest.mark.parametrize("tokens", [0, 1, product.FEW_TOKENS + 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_fp16_on_a_cpu_rounds_once(dtype, tokens, slow, monkeypatch):
+    monkeypatch.setattr(product, "SLOW_IN_16_BITS", slow)
+    monkeypatch.setattr(product, "SCRATCH_BYTES", 4 * 200 * 16)  # 16 outputs at a time
+    x, values, bias = (
+        torch.randn(tokens, 200).to(dtype),
+        torch.randn(70, 200).to(dtype),
+        torch.randn(70).to(dtype),
+    )
+    for given in (None, bias):
+        y = WEIGHT_SCHEMES["fp16"].linear_cpu(x, (values,), given)
+        want = reference(x, WeightData(values), given)
+        assert y.shape == (tokens, 70) and y.dtype == dtype
+        assert ((y.double() - want).abs() <= UNIT[dtype] * want.abs() + 1e-4).all()
 
 
 @pytest.mark.parametrize(

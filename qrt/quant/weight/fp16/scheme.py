@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from qrt.errors import UnsupportedError
 from qrt.quant.weight.base import Layout, WeightData, WeightScheme
+from qrt.quant.weight.product import product
 
 
 class FP16Scheme(WeightScheme):
@@ -27,6 +28,9 @@ class FP16Scheme(WeightScheme):
 
     def linear_ref(self, x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None) -> Tensor:
         return F.linear(x, tensors[0], bias)
+
+    def linear_cpu(self, x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None) -> Tensor:
+        return product(x, tensors[0], bias)
 
     def explain_cpu(self, tensors: Sequence[Tensor]) -> str:
         return "Torch multiplies."

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from qrt.quant.weight.base import WeightData
+from qrt.quant.weight.product import product
 
 GROUPS = (256, 128, 64, 32)  # group sizes that the kernel runs; a longer group repeats its scale
 FEW_TOKENS = 64  # the kernel dequantizes for every four tokens; with more it is done once, here
@@ -77,7 +78,8 @@ class PackedWeight(NamedTuple):
             step = max(1, SCRATCH_BYTES // (2 * x.shape[1] * block_rows())) * block_rows()
             y = torch.empty(x.shape[0], self.packed.shape[0], dtype=x.dtype)
             for first in range(0, self.packed.shape[0], step):
-                y[:, first : first + step] = x @ self.dequantize(slice(first, first + step))
+                weight = self.dequantize(slice(first, first + step))
+                y[:, first : first + step] = product(x, weight.T, None)
         return y if bias is None else y.add_(bias)
 
     def dequantize(self, outputs: slice) -> Tensor:

@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from qrt.quant.weight.base import WeightData
+from qrt.quant.weight.product import product
 
 FEW_TOKENS = 8  # the kernel converts for every four tokens; with more it is done once, here
 
@@ -58,7 +58,7 @@ class PackedWeight(NamedTuple):
             x = x.index_select(1, self.perm)
         if x.shape[0] > FEW_TOKENS:
             weight = (self.codes.to(x.dtype) * self.scale[..., None]).transpose(0, 1)
-            return F.linear(x, weight.flatten(1), bias)
+            return product(x, weight.flatten(1), bias)
         groups = x.unflatten(1, (-1, self.codes.shape[2])).transpose(0, 1)
         groups = groups.clone(memory_format=torch.contiguous_format)  # the kernel loads aligned vectors
         total = torch.zeros(x.shape[0], self.codes.shape[1], dtype=torch.float32)
