@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
 from qrt.arch import Arch
 
 # fields that any value may have under --tune: no product or norm of transformers' classes depends on them
@@ -24,6 +22,8 @@ def uncalibrated(arch: Arch) -> str | None:
 
 def untrained(arch: Arch) -> str | None:
     """Return the first fact of `arch` for which --tune is not known, None where all are."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # takes seconds
+
     if arch.name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
         return "layers, of which transformers has no class"
     return _beyond(arch)
