@@ -5,18 +5,24 @@ pyproject.toml puts tests/support on pytest's path, so every test imports this m
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from qrt import assets
 from qrt.quant.checkpoint import CheckpointWriter, open_checkpoint
 from qrt.quant.spec import QuantSpec
 from qrt.quant.weight.base import WeightData
+from qrt.text.tokenizer import Tokenizer
 from random_weights import round_to_nearest
 
 LLAMA3_ROPE = {
@@ -27,6 +33,7 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+SIX_LAYERS = assets.model_path("tiny")  # also while `shallow` is in force
 SIZES: dict[str, Any] = {
     "vocab_size": 512,
     "hidden_size": 128,
@@ -94,6 +101,40 @@ def altered(source: Path, out: Path, change: Callable[[dict[str, Tensor]], objec
     change(tensors)
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
     return out
+
+
+def one_layer(out: Path) -> Path:
+    """Write a model of the first layer of "tiny" to the new folder `out`; the tokenizer is the same.
+
+    One layer alone would write its last token again and again. So it has a head of its own: the embedding,
+    with the rows of ASCII tokens in another order.
+    """
+
+    def cut(tensors: dict[str, Tensor]) -> None:
+        for name in [name for name in tensors if re.search(r"\.layers\.[^0]", name)]:
+            del tensors[name]
+        tokenizer, embedding = Tokenizer(out), tensors["model.embed_tokens.weight"]
+        ids = [token for token in range(len(embedding)) if tokenizer.token_text(token).isascii()]
+        words = torch.tensor(sorted({*ids} - tokenizer.special_ids))
+        tensors["lm_head.weight"] = embedding.clone()
+        tensors["lm_head.weight"][words] = embedding[
+            words[torch.randperm(len(words), generator=torch.Generator().manual_seed(0))]
+        ]
+
+    altered(SIX_LAYERS, out, cut)
+    config = json.loads((out / "config.json").read_text())
+    config |= {"num_hidden_layers": 1, "tie_word_embeddings": False}
+    (out / "config.json").write_text(json.dumps(config))
+    return out
+
+
+@contextmanager
+def shallow(folder: Path) -> Iterator[None]:
+    """Let "tiny" mean one layer in this process, for tests of what is around a model."""
+    out = folder / "one-layer"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(assets._FOLDERS, "tiny", out if out.exists() else one_layer(out))
+        yield
 
 
 def quantize_checkpoint(

@@ -8,13 +8,13 @@ import httpx
 import pytest
 from servers import ThreadServer, bearer, refused
 
-from qrt.assets import model_path
 from qrt.engine.schedule.output import StepDelta
 from qrt.engine.schedule.request import FinishReason
 from qrt.sampling_params import SamplingParams
 from qrt.serve.routes.lightllm import GenerateRequest, LightllmShape, Parameters
 from qrt.text.collector import RequestCollector
 from qrt.text.tokenizer import Tokenizer
+from tiny_models import SIX_LAYERS
 
 pytestmark = pytest.mark.model
 PROMPT = "The president of the"
@@ -226,7 +226,7 @@ def test_input_penalty_is_refused(lightllm):
 @pytest.mark.parametrize("use_tgi_api", [False, True])
 def test_missing_fields_come_from_the_checkpoint(tmp_path, use_tgi_api):
     """As at the OpenAI endpoints, but for do_sample; TGI has defaults of its own. The cap is everybody's."""
-    folder = shutil.copytree(model_path("tiny"), tmp_path / "model")
+    folder = shutil.copytree(SIX_LAYERS, tmp_path / "model")  # they repeat themselves
     recommended = {"temperature": 1.9, "top_k": 1, "repetition_penalty": 1.8, "max_new_tokens": 9}
     (folder / "generation_config.json").write_text(json.dumps(recommended))
     for config in ("auto", "vllm"):
