@@ -9,6 +9,7 @@ import gc
 import logging
 import os
 import sys
+from collections import defaultdict
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before any import reads it; tests have their own Hub (hub_server.py)
 
@@ -21,6 +22,7 @@ import interpreter
 import parsing
 import real_model
 from backends import GPU, PTX, PTX_SEED, PTX_SM, PTX_TESTS
+from pairs import covering, numbered
 from ptx import launch
 
 EXHAUSTIVE = os.environ.get("QRT_TEST_EXHAUSTIVE") == "1"
@@ -48,6 +50,9 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
         if item.get_closest_marker("real") and not real_model.is_there():
             item.add_marker(pytest.mark.skip(reason=real_model.MISSING))
+    if not (EXHAUSTIVE or GPU or PTX):
+        _mark_all_but_pairs(items)
+    for item in items:
         if item.get_closest_marker("exhaustive") and not (EXHAUSTIVE or PTX_TESTS == "some"):
             item.add_marker(pytest.mark.skip(reason="one of many alike; `make exhaustive` runs all"))
 
@@ -82,6 +87,20 @@ def room_on_the_gpu(request):
     yield
     if shared and (wrong := gpu_turns.is_too_large()):
         pytest.fail(wrong)
+
+
+def _mark_all_but_pairs(items):
+    """Mark runs of tests marked `pairs` exhaustive, but for some in which each two values come together."""
+    tests = defaultdict(list)
+    for item in items:
+        left_out = item.get_closest_marker("exhaustive") or item.get_closest_marker("skip")
+        if item.get_closest_marker("pairs") and not left_out:
+            tests[item.nodeid.partition("[")[0]].append(item)
+    for runs in tests.values():
+        taken = covering(numbered([item.callspec.params for item in runs]))
+        for number, item in enumerate(runs):
+            if number not in taken:
+                item.add_marker(pytest.mark.exhaustive)
 
 
 def _in_turn(items):

@@ -38,6 +38,7 @@ def check(y, x, act="silu", gated=True):
     assert ((y.double() - want).abs() <= BOUND[y.dtype] * want.abs() + tiny).all()
 
 
+@pytest.mark.pairs
 @pytest.mark.ptx(dtype=[torch.bfloat16], implementation=[kernel.act_mul], tokens=[3])
 @pytest.mark.parametrize("implementation", [ref.act_mul, kernel.act_mul], ids=["ref", "triton"])
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -54,6 +55,7 @@ def test_every_activation_has_a_definition():
     assert DEFINITIONS.keys() == ACTIVATIONS.keys()
 
 
+@pytest.mark.pairs
 @pytest.mark.ptx(dtype=[torch.bfloat16], implementation=[kernel])
 @pytest.mark.parametrize("implementation", [ref, kernel], ids=["ref", "triton"])
 @pytest.mark.parametrize("dtype", DTYPES)

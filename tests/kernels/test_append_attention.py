@@ -114,6 +114,7 @@ def check(step, append, write, cuts):
     assert not out[~live].any()
 
 
+@pytest.mark.pairs
 @pytest.mark.ptx(dtype=[torch.bfloat16], append=[kernel.append_attention])
 @BOTH
 @FORMATS
@@ -125,6 +126,7 @@ def test_lengths_around_a_tile(device, append, write, name, dtype):
     check(step, append, write, [1, 2, 1, 2, 1, 3, 1])
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("name, heads", one_in(2, ["fp16", "int8"], [
     (3, 1, 80), (16, 1, 64), (7, 7, 96), (14, 2, 128), (4, 2, 256), (6, 2, 80), (8, 2, 128),
 ]))  # fmt: skip
@@ -134,6 +136,7 @@ def test_heads_and_head_dims(device, name, heads):
     check(step, *TRITON, 2)
 
 
+@pytest.mark.pairs
 @pytest.mark.ptx(append=[kernel.append_attention], D=[64], name=["fp16"])
 @pytest.mark.ptx(append=[kernel.append_attention], D=[80], name=["int8"])
 @BOTH

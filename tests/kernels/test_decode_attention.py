@@ -48,6 +48,7 @@ def truth(q, held: Cache, attend=attend) -> torch.Tensor:
     ])  # fmt: skip
 
 
+@pytest.mark.pairs
 @pytest.mark.ptx(dtype=[torch.bfloat16], attention=[kernel.decode_attention])
 @BOTH
 @FORMATS
@@ -104,6 +105,7 @@ def test_several_newest_tokens_of_one_request(device, monkeypatch, name, cached,
     assert error(got, want) < bound(name, dtype)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("name, heads", one_in(2, KV_FORMATS, [
     (3, 1, 80), (16, 1, 64), (7, 7, 96), (14, 2, 128), (4, 2, 256),
     (6, 2, 80), (4, 4, 64), (16, 4, 96), (4, 2, 128),  # where KV heads may be attended in pairs

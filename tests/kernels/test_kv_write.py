@@ -68,6 +68,7 @@ def _normal(x, weight, eps):
     return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()
 
 
+@pytest.mark.pairs
 @pytest.mark.ptx(dtype=[torch.bfloat16], write=[kernel.kv_write], D=[64, 80])
 @BOTH
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -119,6 +120,7 @@ def behind_norms(write, rmsnorm):
     return both
 
 
+@pytest.mark.pairs
 @pytest.mark.ptx(
     dtype=[torch.bfloat16], write=[kernel.kv_write], name=["fp16", "int8"], D=[64, 80], weight=[torch.float32]
 )
@@ -156,6 +158,7 @@ def test_norms_of_small_and_large_values(device, write, D):
     assert ((got - want).abs() <= 2e-6 * want.abs().amax(-1, keepdim=True)).all()
 
 
+@pytest.mark.pairs
 @pytest.mark.ptx(write=[kernel.kv_write], name=["fp16", "int8"], normed=[torch.float32])
 @BOTH
 @pytest.mark.parametrize("normed", [None, torch.float32], ids=["bare", "normed"])

@@ -20,6 +20,7 @@ CACHED = pytest.mark.parametrize("attend_cache", [False, True], ids=["raw", "cac
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
+@pytest.mark.pairs
 @pytest.mark.ptx(dtype=[torch.bfloat16], attention=[kernel.prefill_attention], attend_cache=[False])
 @BOTH
 @CACHED
@@ -96,6 +97,7 @@ def test_chunks_around_the_tile(device, name, around):
     assert error(case.run(kernel.prefill_attention), case.truth()) < bound(name, torch.float16)
 
 
+@pytest.mark.pairs
 @FORMATS
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("D", [64, 80, 128])
@@ -140,6 +142,7 @@ def test_a_chunk_is_attended_raw(device, attention, name):
     assert error(case.run(attention), exact) < bound("fp16", torch.float32)
 
 
+@pytest.mark.pairs
 @BOTH
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("v_scale", [1e-4, 1e4])

@@ -90,6 +90,7 @@ def weights(dtype, k, device):
     return [(own, own), (wide, own), (wide, wide), (own, None), (None, wide), (None, None)]
 
 
+@pytest.mark.pairs
 @pytest.mark.ptx(dtype=[torch.bfloat16], implementation=[kernel], shape=[(13, 1000)])
 @pytest.mark.parametrize("implementation", [ref, kernel], ids=["ref", "triton"])
 @pytest.mark.parametrize("dtype", DTYPES)

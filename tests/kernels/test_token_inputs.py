@@ -10,6 +10,7 @@ from qrt.kernels.token_inputs import kernel, ref
 BOTH = pytest.mark.parametrize("inputs", [ref.token_inputs, kernel.token_inputs], ids=["ref", "triton"])
 
 
+@pytest.mark.pairs
 @BOTH
 @pytest.mark.parametrize("tokens", [1, 2, 7, 16, 33, 130, 300, 1500])
 @pytest.mark.parametrize("longest", [1, 150, 30_000])

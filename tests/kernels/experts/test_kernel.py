@@ -38,6 +38,7 @@ def check(found, x, chosen, weights):
     return shares, args
 
 
+@pytest.mark.pairs
 @pytest.mark.ptx(dtype=[torch.bfloat16])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tokens, experts", [(1, 4), (2, 16), (5, 4)])
@@ -48,6 +49,7 @@ def test_few_tokens(device, scheme, tokens, experts, dtype):
     check(found, *inputs(tokens, 128, experts, 2, dtype, device))
 
 
+@pytest.mark.pairs
 @pytest.mark.ptx(kind=[{"biased": True, "act": "swiglu_oai"}], tokens=[9])
 @pytest.mark.parametrize("kind", [
     {"biased": True, "act": "swiglu_oai"}, {"on_input": True, "biased": True}, {"act": "relu"},

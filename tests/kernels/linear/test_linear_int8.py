@@ -78,6 +78,7 @@ def test_shares_sum_up_to_the_product(device, monkeypatch, tokens, plan):
         check_operator("linear_int8_shares", (codes, scale, tensors, "w8a8"))
 
 
+@pytest.mark.pairs
 @pytest.mark.ptx(tokens=[7, 129], dtype=HALF[1:], width=[300])
 @pytest.mark.usefixtures("small_gpu")
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF])
