@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import logging
+import os
 import re
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -174,9 +175,12 @@ def docstrings(root: Path) -> Iterator[str]:
     They are English about programming that every Python installation has. Tests are skipped, and so is
     `pydoc_data`, which evaluation reads.
     """
-    for path in sorted(root.rglob("*.py")):
-        if SKIPPED_FOLDERS.isdisjoint(path.relative_to(root).parts):
-            yield from _docstrings(ast.parse(path.read_bytes()))
+    paths = list[Path]()
+    for folder, inside, files in os.walk(root):
+        inside[:] = [name for name in inside if name not in SKIPPED_FOLDERS]  # which it then does not enter
+        paths += [Path(folder, name) for name in files if name.endswith(".py")]
+    for path in sorted(paths):
+        yield from _docstrings(ast.parse(path.read_bytes()))
 
 
 def _docstrings(node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[str]:
