@@ -1,6 +1,7 @@
 """Test `qrt-eval kernels`: every cell is measured and counted, even without a GPU."""
 
 import json
+from functools import cache
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from qrt.quant.digits import MOST_TOKENS
 from qrt.quant.weight import WEIGHT_SCHEMES
 from qrt_eval.cli import main
 from qrt_eval.inputs import shapes
-from qrt_eval.speed.kernels import exchange, experts, timer, trials, tune
+from qrt_eval.speed.kernels import exchange, experts, run, timer, trials, tune
 from qrt_eval.speed.kernels.linear import products, random_linear
 from qrt_eval.speed.kernels.timer import COLD_BYTES, Rates, copies, microseconds
 from result_schema import checked
@@ -27,11 +28,23 @@ SMALL = {
 
 
 @pytest.fixture
+def quick(monkeypatch):
+    """Time two copies of the operands, not as many as are larger than a cache; measure this machine once."""
+    monkeypatch.setattr(timer, "MAX_COPIES", 2)
+    monkeypatch.setattr(run, "measure_rates", _rates)
+
+
+@cache
+def _rates(device):
+    return timer.measure_rates(device)
+
+
+@pytest.fixture
 def small(monkeypatch):
     monkeypatch.setitem(shapes.SHAPES, "small", ("LlamaForCausalLM", SMALL))
 
 
-def test_every_operator_has_rows(small, tmp_path, capsys):
+def test_every_operator_has_rows(small, quick, tmp_path, capsys):
     out = tmp_path / "kernels.json"
     words = "kernels --shape small --tokens 1 8 --decode 2x64 --prefill 32x0 32x32 --compare --json"
     assert main([*words.split(), str(out)]) == 0
@@ -76,9 +89,8 @@ MIXTURE = SMALL | {
 }  # fmt: skip
 
 
-def test_experts_of_a_mixture_have_rows(monkeypatch, tmp_path):
+def test_experts_of_a_mixture_have_rows(quick, monkeypatch, tmp_path):
     monkeypatch.setitem(shapes.SHAPES, "small-moe", ("Qwen3MoeForCausalLM", MIXTURE))
-    monkeypatch.setattr(experts, "copies", lambda num_bytes: 4)
     out = tmp_path / "kernels.json"
     words = "kernels --shape small-moe --op experts --tokens 1 3 --json"
     assert main([*words.split(), str(out)]) == 0
