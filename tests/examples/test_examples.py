@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tiny_models import shallow
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 pytestmark = pytest.mark.model
 
@@ -28,6 +30,13 @@ def run(monkeypatch, capsys):
         return capsys.readouterr().out
 
     return run
+
+
+@pytest.fixture
+def one_layer(tmp_path_factory):
+    """Where the numbers of the example are not the point: a sixth to calibrate."""
+    with shallow(tmp_path_factory.getbasetemp()):
+        yield
 
 
 def test_offline_completes_every_prompt(run):
@@ -55,14 +64,17 @@ def test_compare_kv_shows_less_memory_and_a_likelihood_a_format(run):
 
 
 @pytest.mark.slow
-def test_calibrate_writes_a_checkpoint_that_generates(run, tmp_path):
-    shown = run("calibrate.py", "--out", str(tmp_path / "w4"), "--n-samples", "1")
+def test_calibrate_writes_a_checkpoint_that_generates(run, one_layer, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("\n".join(f"Sentence number {i} is short, and not the last." for i in range(2000)))
+    given = ("--out", str(tmp_path / "w4"), "--n-samples", "1", "--calib", str(text))
+    shown = run("calibrate.py", *given)
     assert "4.16 bits a weight" in shown and "Cost(" in shown
     assert run("offline.py", "--model", str(tmp_path / "w4"), "--max-tokens", "4").count("\n\n") == 3
 
 
 @pytest.mark.slow
-def test_notebook_runs_from_top_to_bottom(tmp_path, monkeypatch, capsys):
+def test_notebook_runs_from_top_to_bottom(one_layer, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     cells = json.loads((EXAMPLES / "quantize.ipynb").read_text())["cells"]
     names: dict = {}
