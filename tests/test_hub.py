@@ -7,15 +7,13 @@ import os
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 
 import httpx
 import huggingface_hub
 import pytest
 
-from hub_server import TOKEN, Repo, hub, repo_of
+from hub_server import TOKEN, Repo, asks, hub, repo_of
 from qrt import hub as hub_module
-from qrt import hub_errors
 from qrt.assets import model_path
 from qrt.config import EngineConfig
 from qrt.engine.preflight import preflight
@@ -42,18 +40,7 @@ def asking(monkeypatch, tmp_path):
     """Let the client ask a Hub of this test's repositories; a folder of its own is the cache."""
     with hub({}) as server:
         monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-        server.environment = replace(
-            hub_module.ENV, hub_endpoint=server.url, hub_cache=str(tmp_path / "cache"), hub_offline=False
-        )
-
-        def change(**settings):
-            server.environment = replace(server.environment, **settings)
-            for module in (hub_module, hub_errors):
-                monkeypatch.setattr(module, "ENV", server.environment)
-
-        server.change = change
-        change()
+        server.change = asks(server, monkeypatch, tmp_path / "cache")
         yield server
 
 
@@ -295,7 +282,7 @@ def test_offline_uses_the_cache_and_makes_no_request(asking):
     asking.change(hub_offline=True)
     asking.requests.clear()
     assert model_folder("org/tiny") == folder == tokenizer_folder("org/tiny")
-    assert f"org/other: no such folder here, and not in {asking.environment.hub_cache}; " in (
+    assert f"org/other: no such folder here, and not in {hub_module.ENV.hub_cache}; " in (
         said := refusal("org/other")
     )
     assert "unset HF_HUB_OFFLINE, or bring the files from another machine (hf download org/other" in said

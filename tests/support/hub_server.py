@@ -12,12 +12,17 @@ import json
 import re
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
+
+import pytest
+
+from qrt import hub as hub_module
+from qrt import hub_errors
 
 TOKEN = "hf_secret-of-the-test"
 LARGE = (".safetensors", ".bin", ".gguf", ".pth")  # files that are sent through a redirect
@@ -102,6 +107,21 @@ def hub(repos: dict[str, Repo]) -> Iterator[HubServer]:
     finally:
         server.shutdown()
         server.server_close()
+
+
+def asks(server: HubServer, monkeypatch: pytest.MonkeyPatch, cache: Path) -> Callable[..., None]:
+    """Let this process ask `server`, and keep what it gets in `cache`; return what changes fields of ENV."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    environment = replace(hub_module.ENV, hub_endpoint=server.url, hub_cache=str(cache), hub_offline=False)
+
+    def change(**settings: Any) -> None:
+        nonlocal environment
+        environment = replace(environment, **settings)
+        for module in (hub_module, hub_errors):
+            monkeypatch.setattr(module, "ENV", environment)
+
+    change()
+    return change
 
 
 class _Handler(BaseHTTPRequestHandler):
