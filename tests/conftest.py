@@ -34,7 +34,11 @@ if PTX:
 elif not GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before any kernel module is imported
     interpreter.hasten()
-hypothesis.settings.register_profile("thorough", max_examples=10_000)
+# no test fails because the machine is busy
+PATIENT = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
+hypothesis.settings.register_profile("patient", **PATIENT)
+hypothesis.settings.register_profile("thorough", max_examples=10_000, **PATIENT)
+hypothesis.settings.load_profile("patient")
 torch.set_num_threads(1)  # two pytest workers share two cores
 
 
