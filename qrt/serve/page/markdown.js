@@ -81,6 +81,7 @@ class BlockReader {
       const goesOn = goOn(this.open[depth], line);
       if (!goesOn) break;
       ended ||= goesOn === "ended";
+      if (this.open[depth].type === "quote") this.mark(depth + 1); // a bare ">" is no blank line around it
     }
     this.depth = depth;
     this.begun = false; // whether a block begins with this line
@@ -89,7 +90,7 @@ class BlockReader {
     const tip = this.open.at(-1);
     const lazy = !this.begun && tip.type === "paragraph" && !line.blank;
     if (!lazy) this.open.length = this.depth;
-    if (ended) this.mark(true).pop();
+    if (ended) this.mark().pop();
     else this.content(line);
     this.number += 1;
   }
@@ -106,9 +107,9 @@ class BlockReader {
     if (tip.whole) this.open.pop();
   }
 
-  // Extends all open blocks to this line, and returns them.
-  mark() {
-    for (const block of this.open) block.last = this.number;
+  // Extends the open blocks, or the outermost of them, to this line, and returns the open ones.
+  mark(count = this.open.length) {
+    for (let i = 0; i < count; i++) this.open[i].last = this.number;
     return this.open;
   }
 
