@@ -61,6 +61,7 @@ def modules() -> dict[str, Path]:
     return found
 
 
+@cache
 def imports(path: Path) -> set[str]:
     """Everything a file imports: at the top, inside functions and under TYPE_CHECKING; lazy strings too."""
     names: set[str] = set()
