@@ -12,6 +12,7 @@ from qrt.engine.schedule import admission
 from qrt.engine.step.graphs import TokenSteps
 from qrt.mem.sizing import PAD_SLOTS
 from qrt.quant.kv import KV_FORMATS
+from tiny_models import shallow
 
 pytestmark = pytest.mark.model
 PROMPTS = [
@@ -39,11 +40,17 @@ FORMATS = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def one_layer(tmp_path_factory):
+    with shallow(tmp_path_factory.getbasetemp()):
+        yield
+
+
 @pytest.mark.parametrize("kv", FORMATS)
 def test_free_slots_are_never_read(kv, monkeypatch):
     """Chunks, pauses, shared prompts and prefixes found again, with overlap; two rounds over one pool."""
     monkeypatch.setattr(admission, "expected_output", lambda done, most, conservative: done)
-    num_bytes = (SLOTS + PAD_SLOTS) * 6 * KV_FORMATS[kv].bytes_per_slot(2, 64, torch.float32)
+    num_bytes = (SLOTS + PAD_SLOTS) * KV_FORMATS[kv].bytes_per_slot(2, 64, torch.float32)
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=0)
     asked = [params, replace(params, n=2, temperature=1.0, seed=3), params, params]
 

@@ -1,4 +1,4 @@
-"""The scheduler alone for tens of thousands of steps, one launched ahead, against a device that checks the
+"""The scheduler alone for thousands of steps, one launched ahead, against a device that checks the
 plans.
 
 The device knows only what plans tell it. It notes who wrote each slot, so a slot given to two requests, a
@@ -80,8 +80,9 @@ def random_request(rng, shared):
     return prompt, params
 
 
+@pytest.mark.parametrize("steps", [4000, pytest.param(10_000, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("seed", range(4))
-def test_ten_thousand_steps(seed, monkeypatch):
+def test_thousands_of_steps(seed, steps, monkeypatch):
     rng = random.Random(seed)
     monkeypatch.setattr(lookahead, "GROW_TOKENS", rng.choice([1, 4, 16]))
     monkeypatch.setattr(lookahead, "GROWN_AT_ONCE", rng.choice([1, 3, 64]))
@@ -92,7 +93,7 @@ def test_ten_thousand_steps(seed, monkeypatch):
     device, launched = Device(rows, kv.num_slots), deque()
     shared = [[rng.randrange(VOCAB) for _ in range(60)] for _ in range(4)]
     live, ended, refused, count = {}, 0, 0, 0
-    for step in range(10_000):
+    for step in range(steps):
         arrivals = rng.random() < 0.5 if step % 1000 < 700 else step % 1000 < 710  # busy, then nearly idle
         if arrivals:
             prompt, params = random_request(rng, shared)
@@ -146,7 +147,7 @@ def test_ten_thousand_steps(seed, monkeypatch):
             for delta in scheduler.commit(*launched.popleft()):
                 if delta.finish_reason:
                     del live[delta.request_id]
-    assert not live and ended > 200 and kv.available == kv.num_slots
+    assert not live and ended > steps // 50 and kv.available == kv.num_slots
     assert len(scheduler._rows) == min(rows, limits.max_num_batched_tokens)
     if seed == 3:
         assert scheduler.num_pauses == 0
