@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cases import one_in
 from qrt.errors import ConfigError
 from qrt.mem import windows
 from qrt.mem.manager import KVManager
@@ -91,7 +92,7 @@ def test_prefix_hits_need_the_last_window_of_tokens(monkeypatch):
     kv.check()
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", one_in(2, range(6)))
 def test_every_slot_is_held_or_free(seed, monkeypatch):
     """Random requests with shared beginnings; what a request attends is never given to another one."""
     rng = random.Random(seed)

@@ -11,6 +11,7 @@ import torch
 from fake_decoder import EOS, VOCAB, FakeDecoder, WindowedDecoder, fake_engine, next_logits, run, tokens
 from fake_grammars import FakeBatch, FakeGrammars, FakeMatcher, rule
 
+from cases import one_in
 from qrt.engine.constrain import constraints
 from qrt.engine.schedule import admission, lookahead
 from qrt.engine.schedule.request import FinishReason
@@ -92,7 +93,7 @@ def test_answers_are_those_of_the_definition(key, thinking, overlap):
         assert deltas[-1].finish_reason == (FinishReason.STOP if stopped else FinishReason.LENGTH)
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", one_in(2, range(10)))
 def test_any_schedule_gives_the_answers_of_the_definition(seed, monkeypatch):
     """Paused, aborted, cut into chunks, with late masks, beside free requests; all slots come back."""
     rng = random.Random(seed)
