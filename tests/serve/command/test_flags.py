@@ -263,7 +263,7 @@ def test_keys(tmp_path, monkeypatch):
         ),
         (
             ["tiny", "--kv-skip-layers", "0", "6"],
-            "kv_skip_layers: expected 0 to 5, the model's layers, got 6",
+            "kv_skip_layers: expected 0 to 0, the model's layers, got 6",
         ),
         (["tiny", "--max-model-len", "2049"], "max_model_len: expected at most the model's 2048, got 2049"),
         (["tiny", "--device", "cuda:x"], "device: expected cuda, cuda:N or cpu, got 'cuda:x'"),
