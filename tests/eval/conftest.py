@@ -1,10 +1,11 @@
-"""Define `--shape small`, which runs in a moment, and shorten `pydoc`."""
+"""Define `--shape small`, which runs in a moment, and shorten what else takes long."""
 
 from pydoc_data import topics
 
 import pytest
 
 from qrt_eval.inputs import shapes
+from qrt_eval.speed import latency
 
 SMALL = {
     "vocab_size": 128, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "head_dim": 32,
@@ -24,3 +25,9 @@ def short_pydoc():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(topics, "topics", {name: topics.topics[name] for name in sorted(topics.topics)[:36]})
         yield
+
+
+@pytest.fixture(autouse=True)
+def small_memory(monkeypatch):
+    """Measure the bandwidth of 1 MiB, not of 1 GiB."""
+    monkeypatch.setattr(latency, "READ_BYTES", 1 << 20)

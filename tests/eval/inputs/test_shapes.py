@@ -31,7 +31,14 @@ def test_a_folder_has_sizes_grids_and_every_token(name, scheme, tmp_path):
     assert tokenizer.decode(tokenizer.encode("The president of")) == "The president of"
 
 
-@pytest.mark.parametrize(("scheme", "head"), [("w4a16", "w8a16"), ("w8a8", "w8a8"), ("w4a8", "w8a8")])
+@pytest.mark.parametrize(
+    ("scheme", "head"),
+    [
+        ("w4a16", "w8a16"),
+        ("w4a8", "w8a8"),
+        pytest.param("w8a8", "w8a8", marks=pytest.mark.exhaustive),  # so is test_latency's
+    ],
+)
 def test_a_folder_with_a_quantized_head(scheme, head, tmp_path):
     write_folder("qwen3-0.6b", scheme, tmp_path / "m", 8)
     checkpoint = open_checkpoint(tmp_path / "m", weights=False)

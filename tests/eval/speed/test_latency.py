@@ -17,8 +17,8 @@ from result_schema import checked
 
 
 @pytest.fixture(autouse=True)
-def small(small_shape, monkeypatch):
-    monkeypatch.setattr(latency, "READ_BYTES", 1 << 20)
+def small(small_shape):
+    """Know the small shape in every test."""
 
 
 def test_compare_has_rows_of_qrt_and_transformers(tmp_path):
