@@ -17,15 +17,15 @@ from qrt_calibrate.rounding import gptq
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 TINY = model_path("tiny")
-WINDOW, APART, WINDOWS = 512, 1024, 10
+WINDOW, WINDOWS = 1024, 10
 
 
 @cache
 def windows_of(tokenizer):
-    """Windows all over the text, each at the beginning of APART tokens."""
+    """Windows all over the text."""
     text = "\n\n".join(topics[name] for name in sorted(topics))
     ids = torch.tensor(Tokenizer.from_str(tokenizer).encode(text).ids)
-    windows = ids[: len(ids) // APART * APART].view(-1, APART)[:, :WINDOW]
+    windows = ids[: len(ids) // WINDOW * WINDOW].view(-1, WINDOW)
     return windows[:: len(windows) // WINDOWS][:WINDOWS]
 
 
@@ -87,7 +87,7 @@ def test_int4_undoes_the_outliers_that_break_rounding(cost, exact, hard):
     model = hard("w4-hard")
     assert perplexity(model) == exact
     assert cost(model, "--bits", "4", "--method", "rtn") > 0.15
-    assert cost(model, "--bits", "4") < 0.014
+    assert cost(model, "--bits", "4") < 0.014  # 2,000 tokens leave 0.010
 
 
 @pytest.mark.exhaustive
