@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 from collections import defaultdict
+from contextlib import ExitStack
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before any import reads it; tests have their own Hub (hub_server.py)
 
@@ -24,8 +25,10 @@ import real_model
 from backends import GPU, PTX, PTX_SEED, PTX_SM, PTX_TESTS
 from pairs import covering, numbered
 from ptx import launch
+from qrt.engine.garbage import short_collections
 
 EXHAUSTIVE = os.environ.get("QRT_TEST_EXHAUSTIVE") == "1"
+kept_short = ExitStack()  # that keeps garbage collections short while it is open
 
 parsing.take_turns()
 if PTX:
@@ -63,7 +66,17 @@ def pytest_collection_modifyitems(config, items):
 
 def pytest_collection_finish():
     """Freeze what exists before the first test, so garbage collection does not search it each time."""
-    gc.freeze()
+    kept_short.enter_context(short_collections())
+
+
+@pytest.fixture
+def unfrozen():
+    """Let garbage collections search everything, as in a user's process."""
+    kept_short.close()
+    gc.unfreeze()
+    yield
+    gc.unfreeze()
+    kept_short.enter_context(short_collections())
 
 
 @pytest.hookimpl(wrapper=True)

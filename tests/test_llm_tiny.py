@@ -164,8 +164,8 @@ def test_without_detokenizing_the_ids_are_the_same(llm):
         SamplingParams(stop="\n", detokenize=False)
 
 
+@pytest.mark.usefixtures("unfrozen")
 def test_full_garbage_collections_are_short_while_it_runs(llm, monkeypatch):
-    gc.unfreeze()  # what other tests have left out
     frozen, step = [], llm.engine.step
     monkeypatch.setattr(llm.engine, "step", lambda: (frozen.append(gc.get_freeze_count()), step())[1])
     llm.generate("The", GREEDY, use_tqdm=False)

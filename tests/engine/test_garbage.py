@@ -1,18 +1,12 @@
 """Garbage collections while an engine runs in its user's process."""
 
 import gc
-from collections.abc import Iterator
 
 import pytest
 
 from qrt.engine.garbage import short_collections
 
-
-@pytest.fixture(autouse=True)
-def _nothing_left_out() -> Iterator[None]:
-    gc.unfreeze()
-    yield
-    gc.unfreeze()
+pytestmark = pytest.mark.usefixtures("unfrozen")
 
 
 def test_objects_stay_frozen_until_the_last_holder_ends():

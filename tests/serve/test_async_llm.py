@@ -102,13 +102,13 @@ def test_aborts_refusals_and_the_end():
     asyncio.run(run())
 
 
+@pytest.mark.usefixtures("unfrozen")
 def test_abort_takes_several_ids():
     """As in vLLM."""
 
     async def run():
         llm = AsyncLLM("tiny", kv="int8")
         assert isinstance(llm.get_tokenizer(), PreTrainedTokenizerBase)
-        gc.unfreeze()
         running = {name: llm.generate("The", LONG, request_id=name) for name in "abc"}
         for outputs in running.values():
             await anext(outputs)
