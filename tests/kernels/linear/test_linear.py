@@ -321,7 +321,10 @@ def test_descriptors_of_weights_are_made_once_and_keep_no_memory():
 
 
 @pytest.mark.gpu
-@pytest.mark.ptx(tokens=[65, 41, 50, 150, 12, 7], symmetric=[False], dtype=HALF[1:], scales=HALF[1:])
+@pytest.mark.ptx(
+    bits=[4], tokens=[65, 41, 50, 150, 12, 7], symmetric=[False], dtype=HALF[1:], scales=HALF[1:]
+)
+@pytest.mark.ptx(bits=[8], tokens=[41, 150], symmetric=[False], dtype=HALF[1:], scales=HALF[1:])
 @pytest.mark.ptx(tokens=[65], symmetric=[True], dtype=HALF[1:], scales=HALF[1:])
 @pytest.mark.usefixtures("copies", "small_gpu")
 @pytest.mark.parametrize("n, k, group, tokens, plan", [
