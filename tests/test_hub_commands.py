@@ -163,7 +163,7 @@ def test_missing_model_is_a_one_line_error(name, words, start, tmp_path):
         ("eval", ["sweep", "--model", "org/none"]),
     ],
 )
-def test_whatever_names_it(name, words, run):
+def test_missing_names_elsewhere_are_one_line_errors(name, words, run):
     code, out, err = run(name, words)
     asked = "error: --calib: org/none: no such" if "--calib" in words else "error: org/none: no such"
     assert code == 1 and out == "" and err.startswith(asked) and "http://127.0.0.1:" in err

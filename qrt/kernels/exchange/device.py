@@ -33,8 +33,8 @@ def words_of(PEERS, RANKS: tl.constexpr):
 def exchanged(x, words, row, k, inside, RANKS: tl.constexpr, WIRE: tl.constexpr, ASM: tl.constexpr):
     """Return the sum over all ranks of x [M, N] fp32, in fp32; each rank's x is rounded to WIRE first.
 
-    It holds the rows `row` [M] of a step, and their columns k [N]. All ranks add in the
-    same order, so all of them get the same bits.
+    It holds the rows `row` [M] of a step, and their columns k [N]. All ranks add in the same order, so all
+    of them get the same bits.
     """
     WORD: tl.constexpr = tl.int32 if WIRE == tl.float32 else tl.int16
     bits = x.to(WIRE).to(WORD, bitcast=True)

@@ -54,7 +54,7 @@ def params_of(rng):
     )
 
 
-def driven(config, ranks, seed, arrivals=18):
+def driven(config, ranks, seed, arrivals=30):
     """Tokens and log-probabilities of every request under one random load."""
     rng, found = random.Random(seed), {}
     shared = [rng.randrange(200) for _ in range(60)]
@@ -114,7 +114,7 @@ def test_ranks_agree_on_sums_in_int8(folders, monkeypatch, scheme):
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_long_steps_in_own_rows_change_no_token(folders, monkeypatch, ranks):
     config = config_of(folders / "w8a8", ranks=ranks, kv="int8")
-    want = driven(config, ranks, seed=2, arrivals=4)
+    want = driven(config, ranks, seed=2, arrivals=8)
     monkeypatch.setattr(peers, "OWN_ROWS_BYTES", 6 * 2 * 128)  # six rows: some steps are shorter
     dtypes = set()
 
@@ -123,5 +123,5 @@ def test_long_steps_in_own_rows_change_no_token(folders, monkeypatch, ranks):
         return peers.Peers.whole(self, own, rows)
 
     monkeypatch.setattr(ThreadPeers, "whole", whole)
-    assert driven(config, ranks, seed=2, arrivals=4) == want
+    assert driven(config, ranks, seed=2, arrivals=8) == want
     assert dtypes == {torch.int8, torch.float32}  # codes, and with them scales; the last norm

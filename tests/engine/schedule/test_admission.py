@@ -33,7 +33,7 @@ def test_peak_with_slack_is_never_exceeded(seed):
     n, late, ahead = int(rng.integers(1, 12)), int(rng.integers(0, 9)), int(rng.integers(0, 9))
     held, left, slack = rng.integers(0, 50, n), rng.integers(0, 40, n), late + ahead
     peak = peak_slots(held, left, slack)
-    for _ in range(80):
+    for _ in range(200):
         begin = rng.integers(0, late + 1, n)
         for step in range(50):
             grown = np.minimum(left, np.maximum(step - begin, 0) + rng.integers(0, ahead + 1, n))

@@ -1,5 +1,4 @@
-"""The scheduler alone for thousands of steps, one launched ahead, against a device that checks the
-plans.
+"""The scheduler alone for thousands of steps, one launched ahead, against a device that checks the plans.
 
 The device knows only what plans tell it. It notes who wrote each slot, so a slot given to two requests, a
 position whose slot it was never told, or a read of what somebody else has overwritten fails at once.

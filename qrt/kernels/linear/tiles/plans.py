@@ -171,9 +171,8 @@ def expert_plan(block: int, owners: int, rows: int, words: int, sms: int) -> Wid
 
 
 MANY_INT8 = WidePlan(128, 4, 1, 4, 2, 3, groups=2, persistent=1)  # of many int8 tokens, experts' too
-EXPERTS_DOWN_INT8 = WidePlan(
-    128, 2, 1, 4, 3, 3, persistent=1
-)  # MANY_INT8 spills 864 bytes where it scatters rows
+# down of experts scatters its rows, for which MANY_INT8 spills 864 bytes
+EXPERTS_DOWN_INT8 = WidePlan(128, 2, 1, 4, 3, 3, persistent=1)
 
 
 def registers(plan: WidePlan) -> tuple[int, int]:
