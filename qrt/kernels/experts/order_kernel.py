@@ -23,21 +23,11 @@ from qrt.kernels.launch import variant
 from qrt.kernels.linear.shared.places import Places
 from qrt.kernels.sizes import cdiv, next_power_of_2
 
-CHUNK = 512  # assignments of a program, if there are many
-FEW_CHUNK = 64  # while that takes no more programs than these
+CHUNK, MOST_CHUNK = 64, 512  # assignments of a program: at least, and at most
+PROGRAMS = 64  # that have chunks at least this small, where the most allows it
+MOST_PART = 128  # assignments that bytes count
 FEW = 1 << 16  # most assignments times experts that every program counts,
 MOST_FEW = 1024  # and most assignments
-
-
-@triton.jit
-def _counts(CHOSEN, first, end, e, EP: tl.constexpr, STEP: tl.constexpr):
-    """Count the assignments first ... end - 1 of each expert e [EP], STEP at a time."""
-    counts = tl.zeros([STEP, EP], tl.int32)
-    for start in range(first, end, STEP):
-        a = start + tl.arange(0, STEP)
-        expert = tl.load(CHOSEN + a, mask=a < end, other=-1)
-        counts += (expert[:, None] == e[None, :]).to(tl.int32)
-    return tl.sum(counts, 0)
 
 
 @triton.jit
@@ -58,14 +48,15 @@ def _count_chunks(CHOSEN, count, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, EP: 
 
 @triton.jit(do_not_specialize=["count"])
 def _count(
-    CHOSEN, COUNTS, count, E: tl.constexpr, EP: tl.constexpr, STEP: tl.constexpr, CHUNK: tl.constexpr,
-    launch_pdl: tl.constexpr,
+    CHOSEN, COUNTS, count, E: tl.constexpr, EP: tl.constexpr, CHUNK: tl.constexpr, STEP: tl.constexpr,
+    PART: tl.constexpr, launch_pdl: tl.constexpr,
 ):  # fmt: skip
     """Count each expert's assignments in each chunk: COUNTS [chunks, E]; grid (chunks,)."""
     after_previous(launch_pdl)
-    e = tl.arange(0, EP)
-    first = tl.program_id(0) * CHUNK
-    counts = _counts(CHOSEN, first, tl.minimum(first + CHUNK, count), e, EP, STEP)
+    e, first = tl.arange(0, EP), tl.program_id(0) * CHUNK
+    counts = tl.zeros([EP], tl.int32)
+    for start in range(first, first + CHUNK, STEP):
+        counts += tl.sum(_count_chunks(CHOSEN + start, count - start, STEP // PART, PART, EP), 0)
     tl.store(COUNTS + tl.program_id(0) * E + e, counts, mask=e < E)
 
 
@@ -139,16 +130,18 @@ def order(chosen: Tensor, experts: int, block: int) -> Places:
     places = torch.empty(blocks * block, dtype=torch.int32, device=device)
     owners = torch.empty(blocks, dtype=torch.int32, device=device)
     width, few = max(16, next_power_of_2(experts)), count <= MOST_FEW and count * experts <= FEW
-    chunk = FEW_CHUNK if few or count <= FEW_CHUNK**2 else CHUNK
+    chunk = CHUNK if few else min(MOST_CHUNK, max(CHUNK, next_power_of_2(cdiv(count, PROGRAMS))))
     chunks = cdiv(count, chunk)
     each, counts = cdiv(blocks, chunks), None
-    shape = {"E": experts, "EP": width, "STEP": max(8, 4096 // width), "CHUNK": chunk}
+    shape = {"E": experts, "EP": width, "CHUNK": chunk}
     shape |= {"num_warps": 4 if few and count * width <= FEW else 8, "launch_pdl": overlaps(device)}
     if not few:
         counts = torch.empty(chunks, experts, dtype=torch.int32, device=device)
-        variant(_count, **shape).launch((chunks,), chosen, counts, count)
+        step = min(chunk, max(MOST_PART // 2, FEW // width))
+        kernel = variant(_count, **shape, STEP=step, PART=min(step, MOST_PART))
+        kernel.launch((chunks,), chosen, counts, count)
     kernel = variant(
-        _place, **shape, CHUNKS=next_power_of_2(chunks) if few else 0, BM=block,
+        _place, **shape, STEP=max(8, 4096 // width), CHUNKS=next_power_of_2(chunks) if few else 0, BM=block,
         EACH=min(next_power_of_2(each), 8192 // width), RANKED=min(chunk, max(16, 4096 // chunk)),
     )  # fmt: skip
     kernel.launch((chunks,), chosen, counts, places, owners, count, blocks, each)

@@ -35,8 +35,9 @@ def check(chosen, experts, block):
 ])  # fmt: skip
 def test_order(device, monkeypatch, tokens, top_k, experts, block, many):
     monkeypatch.setattr(order_kernel, "FEW", 0 if many else 1 << 16)
-    monkeypatch.setattr(order_kernel, "CHUNK", 32)
-    monkeypatch.setattr(order_kernel, "FEW_CHUNK", 8 if many else 64)
+    monkeypatch.setattr(order_kernel, "CHUNK", 8 if many else 64)
+    monkeypatch.setattr(order_kernel, "MOST_CHUNK", 32)
+    monkeypatch.setattr(order_kernel, "PROGRAMS", 8)
     check(torch.rand(tokens, experts).argsort(1)[:, :top_k].int().to(device), experts, block)
 
 
