@@ -18,7 +18,7 @@ from qrt.quant.tokens import QuantizedTokens
 
 Rows = TypeVar("Rows", Tensor, QuantizedTokens)
 _BLOCK = 1024
-_ROWS = 4  # that a program arranges, so that 64 bytes of each thread are on their way: latency binds one
+_ROWS, _ROW_BYTES = 8, 2048  # that a program arranges: few programs, with much on its way in each
 
 
 @triton.jit(do_not_specialize=["count", "places"])
@@ -72,12 +72,13 @@ def arrange(
     k = codes.shape[1]
     y = codes.new_empty(places.rows, k)
     y_scale = None if scale is None else scale.new_empty(places.rows)
+    block = _ROW_BYTES // y.itemsize
     kernel = variant(
-        _arrange, READS=reads, BM=1 if places.order is None else places.block, ROWS=_ROWS, BLOCK=_BLOCK,
+        _arrange, READS=reads, BM=1 if places.order is None else places.block, ROWS=_ROWS, BLOCK=block,
         launch_pdl=overlaps(y.device),
     )  # fmt: skip
     kernel.launch(
-        (cdiv(places.rows, _ROWS), cdiv(k, _BLOCK)), codes, scale, perm, weights, places.order,
+        (cdiv(places.rows, _ROWS), cdiv(k, block)), codes, scale, perm, weights, places.order,
         places.experts, y, y_scale, places.assignments, places.rows, k,
     )  # fmt: skip
     return x._replace(codes=y, scale=y_scale) if isinstance(x, QuantizedTokens) else y
