@@ -3,10 +3,10 @@
 Few tokens are bound by reading the weights of the experts that they chose: programs are narrow, so that every
 multiprocessor reads. Many tokens are bound by the products: blocks of places are as wide as registers allow.
 
-The rules for few tokens are those that won on an H200 on 2026-11-27, in bf16: for 1, 16 and 64 tokens of
-Qwen3-30B-A3B (w4a16), 1 and 16 of gpt-oss-20b (mxfp4), 1 of Mixtral-8x7B (w4a16). For 64 tokens of Qwen3 the
-kernel of any GPU took 100 us in blocks of 8 places and 114 in blocks of 16, Hopper's 115 and 125. Nothing
-else was measured: many int8 tokens (w4a8) have the plans of dense products.
+The rules are those that won on an H200 on 2026-11-27, in bf16: for 1, 16, 64 and 256 to 8,192 tokens of
+Qwen3-30B-A3B (w4a16, w4a8), 1 and 16 of gpt-oss-20b (mxfp4), 1 and 32 to 4,096 of Mixtral-8x7B (w4a16,
+w4a8). For 64 tokens of Qwen3 the kernel of any GPU took 100 us in blocks of 8 places and 114 in blocks of
+16, Hopper's 115 and 125. The plans of blocks of 32 and more in 16 bits are those of dense products.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ import torch
 from qrt.kernels.linear.int8.plans import BlockPlan
 from qrt.kernels.linear.product import Epilogue, Kernel, Product
 from qrt.kernels.linear.tiles.plans import (
-    EXPERTS_DOWN_INT8,
-    MANY_INT8,
+    INT8_EXPERTS,
     FusedPlan,
     WidePlan,
     even_splits,
@@ -143,10 +142,10 @@ def explain(sizes: Sizes) -> tuple[str, str]:
 
 def _wide(sizes: Sizes) -> Plan:
     """Return a plan of Hopper's kernel for both products."""
-    block = expert_block(sizes.assignments, sizes.experts)
+    block = expert_block(sizes.assignments, sizes.experts, sizes.int8)
     joined, owners = sizes.inner % TILE_ROWS == 0, min(sizes.assignments, sizes.experts)
-    if sizes.int8 and block >= MANY_INT8.tokens:  # less is bound by reading weights
-        return Plan(MANY_INT8.tokens, True, joined, True, MANY_INT8, EXPERTS_DOWN_INT8)
+    if sizes.int8 and block in INT8_EXPERTS:  # less is bound by reading weights
+        return Plan(block, True, joined, True, *INT8_EXPERTS[block])
     gate_up, down = (
         expert_plan(block, owners, cdiv(n, TILE_ROWS), words, sizes.sms)
         for n, words in zip((2 * sizes.inner, sizes.hidden), sizes.words, strict=True)

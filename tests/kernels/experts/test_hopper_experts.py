@@ -41,13 +41,15 @@ def test_plans_of_every_block(device, monkeypatch, scheme, block):
     check(found, *inputs(20, 256, 5, 2, torch.bfloat16, device, among=[0, 1, 4]))
 
 
-@pytest.mark.ptx
+@pytest.mark.ptx(block=[128])
+@pytest.mark.ptx(block=[64], kind=["plain"])
+@pytest.mark.parametrize("block", [64, 128])
 @pytest.mark.parametrize("kind", [
     {}, {"on_input": True, "symmetric": False}, {"biased": True, "act": "swiglu_oai"},
 ], ids=["plain", "on_input", "swiglu_oai"])  # fmt: skip
-def test_int8_tokens_in_blocks_of_many(device, monkeypatch, kind):
+def test_int8_tokens_in_blocks_of_many(device, monkeypatch, kind, block):
     """Each channel of each expert has a scale, and each token; padding has none."""
-    monkeypatch.setattr(choose, "expert_block", lambda *sizes: 128)
+    monkeypatch.setattr(choose, "expert_block", lambda *sizes: block)
     found = mixture(4, 256, 128, "w4a8", torch.bfloat16, 128, device=device, **kind)
     x, chosen, weights = inputs(20, 256, 4, 1 if "on_input" in kind else 2, torch.bfloat16, device, [0, 1, 3])
     args = found.args(x.dtype, device)

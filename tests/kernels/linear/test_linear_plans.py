@@ -52,11 +52,13 @@ def test_plans_of_many_tokens_leave_no_sm_idle_that_could_work(blocks, tiles, to
         assert narrow.outputs == (256 if large >= sms else 128) and narrow.splits == 1
 
 
-@pytest.mark.parametrize("assignments, experts, block", [
-    (1, 128, 32), (1408, 128, 32), (4096, 128, 64), (8192, 128, 128), (65536, 128, 128), (16384, 8, 256),
+@pytest.mark.parametrize("assignments, experts, block, of_int8", [
+    (1, 128, 32, 32), (1408, 128, 32, 32), (2048, 128, 32, 64), (8192, 128, 64, 64), (12800, 128, 128, 64),
+    (65536, 128, 128, 128), (16384, 8, 256, 128),
 ])  # fmt: skip
-def test_blocks_follow_the_tokens_of_an_expert(assignments, experts, block):
+def test_blocks_follow_the_tokens_of_an_expert(assignments, experts, block, of_int8):
     assert tile_plans.expert_block(assignments, experts) == block
+    assert tile_plans.expert_block(assignments, experts, True) == of_int8
 
 
 @pytest.mark.parametrize("block", [32, 64, 128, 256])

@@ -140,17 +140,20 @@ def wide_int8_plan(width: int, blocks: int, tiles: int, sms: int) -> WidePlan:
     return MANY_INT8
 
 
-def expert_block(assignments: int, experts: int) -> int:
+def expert_block(assignments: int, experts: int, int8: bool = False) -> int:
     """Return BM, the places of a block of Hopper's kernel, for so many assignments of tokens to experts.
 
-    A block of 64 columns takes 0.74, one of 256 takes 1.8 times as long as one of 128, as measured for dense
-    products; below 64 the weights take the time. An expert has half a block of padding on average.
+    A block of 64 columns takes 0.6, one of 256 takes 1.8 times as long as one of 128; one of 32 takes 0.8 of
+    one of 64, as the weights take the time. Of `int8` tokens one of 64 takes 0.57. So it was with the experts
+    of Qwen3-30B-A3B and Mixtral. An expert has half a block of padding on average.
     """
     average = assignments / min(assignments, experts)
-    return next(block for most, block in _EXPERT_BLOCKS if average <= most)
+    blocks = _INT8_EXPERT_BLOCKS if int8 else _EXPERT_BLOCKS
+    return next(block for most, block in blocks if average <= most)
 
 
-_EXPERT_BLOCKS = ((20, 32), (48, 64), (768, 128), (float("inf"), 256))  # (most assignments an expert, BM)
+_EXPERT_BLOCKS = ((24, 32), (80, 64), (512, 128), (float("inf"), 256))  # (most assignments an expert, BM)
+_INT8_EXPERT_BLOCKS = ((12, 32), (160, 64), (float("inf"), 128))
 
 
 def expert_plan(block: int, owners: int, rows: int, words: int, sms: int) -> WidePlan:
@@ -159,7 +162,7 @@ def expert_plan(block: int, owners: int, rows: int, words: int, sms: int) -> Wid
     Up to 64 places four groups share the tokens, as those and the weights share the way from the L2 cache;
     two programs of two groups, while there are few blocks. About 140 KB are in flight on an SM, where 40
     would do for a memory of 5 TB/s that answers in a microsecond. More places have the plans that won for
-    dense products. Of experts no plan for more than 10 assignments each was measured.
+    dense products; of experts only the width of blocks was measured for more than 10 assignments each.
     """
     stages = 64 // words  # as many bytes in stages, whatever the words of a tile
     if block >= 128:
@@ -170,9 +173,16 @@ def expert_plan(block: int, owners: int, rows: int, words: int, sms: int) -> Wid
     return WidePlan(block, 4, 1, 2, 4 * stages, (3 if block == 64 else 4) * stages, 4, persistent=1)
 
 
-MANY_INT8 = WidePlan(128, 4, 1, 4, 2, 3, groups=2, persistent=1)  # of many int8 tokens, experts' too
-# down of experts scatters its rows, for which MANY_INT8 spills 864 bytes
-EXPERTS_DOWN_INT8 = WidePlan(128, 2, 1, 4, 3, 3, persistent=1)
+MANY_INT8 = WidePlan(128, 4, 1, 4, 2, 3, groups=2, persistent=1)  # of many int8 tokens
+# gate_up and down of experts, by BM: of Qwen3-30B-A3B's, these won on an H200. down scatters its rows, for
+# which MANY_INT8 spills 864 bytes
+INT8_EXPERTS = {
+    64: (
+        WidePlan(64, 4, 1, 4, 3, 3, groups=4, persistent=1),
+        WidePlan(64, 4, 1, 4, 3, 3, groups=2, persistent=1),
+    ),
+    128: (MANY_INT8, WidePlan(128, 2, 1, 4, 3, 3, groups=2, persistent=1)),
+}
 
 
 def registers(plan: WidePlan) -> tuple[int, int]:
