@@ -84,7 +84,7 @@ class AsyncLLM:
 
     def get_tokenizer(self) -> Any:
         """Return the transformers tokenizer, as vLLM does: the checkpoint's, or the one of `tokenizer`."""
-        return self.tokenizer.for_callers
+        return self.tokenizer.hf
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the parameters of generation_config.json, which calls without parameters use."""

@@ -30,6 +30,12 @@ def test_command_lines_do_not_import_the_hub_client():
     assert run(f"{code} print({{'huggingface_hub', 'datasets'}} & set(sys.modules))").strip() == "set()"
 
 
+def test_a_tokenizer_loads_without_transformers():
+    code = "import sys; from qrt.text.tokenizer import Tokenizer; made = Tokenizer('tiny');"
+    code += "made.decode(made.encode('a')), made.chat_template(), made.eos_token_ids, len(made);"
+    assert run(f"{code} print({{'torch', 'transformers'}} & set(sys.modules))").strip() == "set()"
+
+
 def test_dir_lists_names_that_are_not_loaded_yet():
     code = "import sys, qrt; print(set(qrt.__all__) <= set(dir(qrt)), 'torch' in sys.modules)"
     assert run(code).strip() == "True False"

@@ -197,7 +197,7 @@ def _token_ids(config: EngineConfig, pooling: Pooling) -> list[int]:
     """Return the ids of the tokens that the head of labels is made from."""
     if not pooling.tokens:
         return []
-    vocabulary = Tokenizer(config.tokenizer or config.model).hf.get_vocab()
+    vocabulary = Tokenizer(config.tokenizer or config.model).backend_tokenizer.get_vocab()
     if unknown := [token for token in pooling.tokens if token not in vocabulary]:
         raise ConfigError(f"classifier_from_token: expected tokens of the vocabulary, got {unknown[0]!r}")
     return [int(vocabulary[token]) for token in pooling.tokens]

@@ -46,7 +46,7 @@ class Vocabulary:
 
             source = Tokenizer(source)
         ends = tuple(end for end in dict.fromkeys(eos_token_ids) if 0 <= end < vocab_size)
-        return cls(getattr(source, "hf", source).backend_tokenizer.to_str(), vocab_size, ends)
+        return cls(source.backend_tokenizer.to_str(), vocab_size, ends)
 
     @property
     def words(self) -> int:

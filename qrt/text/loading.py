@@ -5,53 +5,92 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import tokenizers
+from tokenizers import AddedToken, processors
+
 from qrt.errors import CheckpointError, QrtError, UnsupportedError
 from qrt.folder import expect_at_most, is_file, read_json
+from qrt.text.token_settings import SETTINGS, TOKENIZER_CONFIG, Loaded, read_settings, with_settings
 
-TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
-SETTINGS = (TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json")
+TOKENIZER = "tokenizer.json"
+# Entries of tokenizer_config.json with which transformers changes the tokenizer of tokenizer.json.
+ONLY_TRANSFORMERS = {"fast_tokenizer_files", "fix_mistral_regex"}
 MAX_TOKENIZER_BYTES = 2**28  # the largest vocabularies take 35 MB
 ADD_TOKENIZER = f"add the {TOKENIZER} of the model it was made from"
 
 
-def load(folder: Path) -> Any:
-    """Return the transformers tokenizer of a folder.
+def load(folder: Path) -> Loaded:
+    """Return the tokenizer of a folder, without torch and transformers where it has a tokenizer.json.
 
     tokenizer.json is loaded unchanged, whatever class tokenizer_config.json names. AutoTokenizer would keep
     only its vocabulary and split text as that class does. This is wrong for DeepSeek's distilled Llama: its
-    tokens are byte-level, and its config names LlamaTokenizerFast. AutoTokenizer also imports the code of
-    all models, which takes seconds in each process of a server; it is used only without a tokenizer.json.
+    tokens are byte-level, and its config names LlamaTokenizerFast. To import transformers takes seconds in
+    each process of a server, because it imports torch.
 
     CheckpointError names the file that cannot be read and the remedy. UnsupportedError for a tokenizer
     without a fast backend.
     """
+    with _explained(folder):
+        config = read_settings(folder / TOKENIZER_CONFIG)
+    if not is_file(folder / TOKENIZER) or config.keys() & ONLY_TRANSFORMERS:
+        return Loaded.of(load_transformers(folder))
+    expect_at_most(folder / TOKENIZER, MAX_TOKENIZER_BYTES)
+    with _explained(folder):
+        backend = tokenizers.Tokenizer.from_file(str(folder / TOKENIZER))
+        loaded = with_settings(backend, folder, config)
+        _expect_vocabulary(backend.get_vocab(), loaded.special, backend.get_added_tokens_decoder())
+    _add_bos(backend, loaded.named.get("bos_token"), config)
+    return loaded
+
+
+def load_transformers(folder: Path) -> Any:
+    """Return the transformers tokenizer of a folder; raises as `load` does.
+
+    AutoTokenizer imports the code of all models, which takes seconds more; it is used only without a
+    tokenizer.json.
+    """
     whole = is_file(folder / TOKENIZER)
     if whole:
         expect_at_most(folder / TOKENIZER, MAX_TOKENIZER_BYTES)
-    import transformers  # here, because it imports Triton
+    import transformers  # here, because it imports torch and Triton
 
     loader = transformers.PreTrainedTokenizerFast if whole else transformers.AutoTokenizer
-    try:
+    with _explained(folder):
         hf = loader.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        if not hf.get_vocab().keys() - {*hf.all_special_tokens, *hf.added_tokens_encoder}:
-            raise ValueError(f"{type(hf).__name__} finds no vocabulary")  # it makes one up instead
+        _expect_vocabulary(hf.get_vocab(), hf.all_special_tokens, hf.added_tokens_decoder)
+    if not getattr(hf, "is_fast", False):
+        raise UnsupportedError(f"{folder}: {type(hf).__name__} has no fast backend; {ADD_TOKENIZER}")
+    if whole:
+        _add_bos(hf.backend_tokenizer, hf.bos_token, read_settings(folder / TOKENIZER_CONFIG))
+    return hf
+
+
+@contextmanager
+def _explained(folder: Path) -> Iterator[None]:
+    """Raise CheckpointError with the likeliest fault and its remedy instead of a library's error."""
+    try:
+        yield
     except Exception as error:  # the Rust side raises bare Exceptions for a damaged file
         reason = str(error).strip().partition("\n")[0].partition(" from one of")[0]
         fault = next(_faults(folder, f"{type(error).__name__}: {reason}"))
         raise CheckpointError(f"{folder}: no usable tokenizer: {fault}") from error
-    if not getattr(hf, "is_fast", False):
-        raise UnsupportedError(f"{folder}: {type(hf).__name__} has no fast backend; {ADD_TOKENIZER}")
-    if whole:
-        _add_bos(hf, folder)
-    return hf
 
 
-def _add_bos(hf: Any, folder: Path) -> None:
+def _expect_vocabulary(
+    vocabulary: Mapping[str, int], special: Iterable[str], added: Mapping[int, AddedToken]
+) -> None:
+    """Raise ValueError if there are only special and added tokens: transformers makes those up."""
+    if not vocabulary.keys() - {*special, *map(str, added.values())}:
+        raise ValueError("no vocabulary")
+
+
+def _add_bos(backend: tokenizers.Tokenizer, bos: str | None, config: Mapping[str, Any]) -> None:
     """Begin every text with BOS where tokenizer.json or tokenizer_config.json says so.
 
     Transformers 5 obeys only the post-processor of tokenizer.json. That of DeepSeek's distilled Qwen adds no
@@ -59,25 +98,22 @@ def _add_bos(hf: Any, folder: Path) -> None:
     entry, and the model was trained with it. `add_bos_token: false` leaves the post-processor unchanged, as
     in transformers 5. `add_eos_token` is ignored: EOS after a prompt would end the answer.
     """
-    config = folder / TOKENIZER_CONFIG
-    asked = is_file(config) and read_json(config).get("add_bos_token") is True
-    if not asked or hf.bos_token_id is None or hf("a")["input_ids"][:1] == [hf.bos_token_id]:
+    if config.get("add_bos_token") is not True or bos is None:
         return
-    from tokenizers import processors
-
-    bos, backend = hf.bos_token, hf.backend_tokenizer
-    whole = processors.TemplateProcessing(single="$A:0", pair="$A:0 $B:1", special_tokens=[])
-    before = whole if backend.post_processor is None else backend.post_processor
+    bos_id = backend.token_to_id(bos)
+    if backend.encode("a").ids[:1] == [bos_id]:
+        return
+    before = backend.post_processor
     state = json.loads(before.__getstate__())
     steps = state.get("processors", [state])
     template = next((step for step in steps if step["type"] == "TemplateProcessing"), None)
     if template is None:
-        before = processors.Sequence([before, whole])
+        before = processors.Sequence([before, processors.TemplateProcessing("$A:0", "$A:0 $B:1", [])])
         state = json.loads(before.__getstate__())
         template = state["processors"][-1]
     for form in ("single", "pair"):
         template[form].insert(0, {"SpecialToken": {"id": bos, "type_id": 0}})
-    template["special_tokens"][bos] = {"id": bos, "ids": [hf.bos_token_id], "tokens": [bos]}
+    template["special_tokens"][bos] = {"id": bos, "ids": [bos_id], "tokens": [bos]}
     before.__setstate__(json.dumps(state).encode())
     backend.post_processor = before
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from copy import deepcopy
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,9 @@ from typing import Any
 from qrt.errors import CheckpointError, ConfigError, UnsupportedError
 from qrt.location import tokenizer_folder
 from qrt.text.chat_template import ChatTemplate
-from qrt.text.loading import load
+from qrt.text.loading import load, load_transformers
 from qrt.text.messages import Message
+from qrt.text.token_settings import Loaded
 
 BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")  # SentencePiece's token for a single byte
 # Byte-level BPE writes each byte as a visible character (GPT-2's bytes_to_unicode): the byte's own, or one
@@ -27,7 +27,8 @@ LONG = 4096  # from this many characters or tokens on, encode and decode let oth
 class Tokenizer:
     """The tokenizer of a checkpoint: of a folder, of the Hub, or of the bundled "tiny".
 
-    hf    the transformers tokenizer, for everything that this class lacks
+    backend_tokenizer   of the library tokenizers, without truncation and padding
+    special_tokens      special tokens by their name: {"bos_token": "<s>"}
 
     The Rust backend encodes and decodes; many threads may use it at once. Only its batch methods release
     Python's lock: its `encode` and `decode` hold it, for seconds on a long text.
@@ -35,38 +36,49 @@ class Tokenizer:
 
     def __init__(self, path: str | Path) -> None:
         """Find the folder (`tokenizer_folder`) and load its tokenizer (`loading.load`)."""
-        self._set(load(tokenizer_folder(path)))
+        self._folder = tokenizer_folder(path)
+        self._set(load(self._folder))
 
     @classmethod
     def of(cls, hf: Any) -> Tokenizer:
         """Wrap a transformers tokenizer that is in memory; UnsupportedError without a fast backend."""
-        tokenizer = cls.__new__(cls)
-        tokenizer._set(hf)
-        return tokenizer
-
-    def _set(self, hf: Any) -> None:
         if not getattr(hf, "is_fast", False):
             raise UnsupportedError(
                 f"tokenizer: expected one with a fast backend, got {type(hf).__name__}; add a tokenizer.json"
             )
-        self.hf = hf
-        self._backend = hf.backend_tokenizer
+        tokenizer = cls.__new__(cls)
+        tokenizer.hf = hf
+        tokenizer._set(Loaded.of(hf))
+        return tokenizer
+
+    def _set(self, loaded: Loaded) -> None:
+        self.backend_tokenizer = self._backend = loaded.backend
         self._backend.no_truncation()  # some tokenizer.json files cut texts to 512 tokens
         self._backend.no_padding()
-        named = hf.special_tokens_map.items()
-        self._special_tokens = {name: token for name, token in named if isinstance(token, str)}
+        self.special_tokens = loaded.named
+        self._all_special, self._chat_template = loaded.special, loaded.chat_template
         self._max_token_chars = max(map(len, self._backend.get_vocab()), default=1)
 
+    def __len__(self) -> int:
+        """Return the number of tokens, the added ones too."""
+        return int(self._backend.get_vocab_size())
+
     @cached_property
-    def for_callers(self) -> Any:
-        """Return a copy of `hf`: a call that cuts or pads sets its backend to do so from then on."""
-        return deepcopy(self.hf)
+    def hf(self) -> Any:
+        """Return the transformers tokenizer, for everything that this class lacks; it imports torch."""
+        return load_transformers(self._folder)
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
         """Return the ids that `decode` skips."""
         added = self._backend.get_added_tokens_decoder()
         return frozenset(token_id for token_id, token in added.items() if token.special)
+
+    @cached_property
+    def all_special_ids(self) -> frozenset[int]:
+        """Return the ids of the tokens that the tokenizer's settings call special, as in transformers."""
+        found = map(self._backend.token_to_id, self._all_special)
+        return frozenset(token_id for token_id in found if token_id is not None)
 
     @cached_property
     def special_names(self) -> dict[str, int]:
@@ -82,9 +94,19 @@ class Tokenizer:
             raise ConfigError(f"token ids: expected integers of 0 or more below 2^32 ({error})") from error
 
     @property
+    def bos_token_id(self) -> int | None:
+        """Return the begin-of-text token, if there is one."""
+        return self._named_id("bos_token")
+
+    @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """Return the end-of-text token, if there is one."""
-        return () if self.hf.eos_token_id is None else (int(self.hf.eos_token_id),)
+        found = self._named_id("eos_token")
+        return () if found is None else (found,)
+
+    def _named_id(self, name: str) -> int | None:
+        token = self.special_tokens.get(name)
+        return None if token is None else self._backend.token_to_id(token)
 
     @property
     def max_token_chars(self) -> int:
@@ -191,14 +213,15 @@ class Tokenizer:
 
     def chat_template(self, text: str | None = None, tools: bool = False) -> str | None:
         """Return `text`, or the checkpoint's template (the one for tools if it has two); None without one."""
-        if text is not None or not self.hf.chat_template:
+        own = self._chat_template
+        if text is not None or not own:
             return text
-        try:
-            return str(self.hf.get_chat_template(tools=[{}] if tools else None))
-        except ValueError:  # it has several templates and none is the default
-            raise CheckpointError(
-                "chat template: the checkpoint has several and no default; give one"
-            ) from None
+        if isinstance(own, str):
+            return own
+        found = own.get("tool_use") if tools else None
+        if found is None and (found := own.get("default")) is None:
+            raise CheckpointError("chat template: the checkpoint has several and no default; give one")
+        return found
 
     def render_chat(
         self, messages: Sequence[Message], chat_template: str | None = None, **options: Any
@@ -211,7 +234,7 @@ class Tokenizer:
         text = self.chat_template(chat_template, bool(options.get("tools")))
         if text is None:
             raise ConfigError("chat: the checkpoint has no chat template; send a plain prompt or give one")
-        return ChatTemplate(text, self._special_tokens).render(messages, **options)
+        return ChatTemplate(text, self.special_tokens).render(messages, **options)
 
     def encode_chat(self, messages: Sequence[Message], **options: Any) -> list[int]:
         """Return the token ids of `render_chat`. No BOS is added: the template writes it."""

@@ -8,7 +8,7 @@ from tokenizers import processors
 from transformers import AutoTokenizer
 
 import small_tokenizers
-from qrt.text.loading import load
+from qrt.text.loading import load_transformers
 from qrt.text.tokenizer import Tokenizer
 
 TEXT = "the"  # LlamaTokenizer splits words of byte-level vocabularies in its own way
@@ -36,12 +36,12 @@ def save(folder, post_processor, **config):
 
 def ids_of_all_ways(folder):
     """Return the ids of a text; all ways to encode it must agree."""
-    hf, tokenizer = load(folder), Tokenizer(folder)
+    hf, tokenizer = load_transformers(folder), Tokenizer(folder)
     ids = hf(TEXT)["input_ids"]
     long = tokenizer.encode(TEXT + " " * 5000)
     assert tokenizer.encode(TEXT) == hf.backend_tokenizer.encode(TEXT).ids == ids
     assert hf([TEXT, TEXT])["input_ids"] == [ids, ids]
-    assert long[:1] == ids[:1] and Tokenizer(folder).for_callers(TEXT)["input_ids"] == ids
+    assert long[:1] == ids[:1] and Tokenizer(folder).hf(TEXT)["input_ids"] == ids
     assert hf(TEXT, add_special_tokens=False)["input_ids"] == tokenizer.encode(TEXT, add_special_tokens=False)
     return ids
 
@@ -67,7 +67,8 @@ def test_the_entry_alone_adds_bos(post_processor, tmp_path):
     without = ids_of_all_ways(save(tmp_path / "without", post_processor))
     folder = save(tmp_path / "with", post_processor, add_bos_token=True, tokenizer_class="LlamaTokenizerFast")
     assert ids_of_all_ways(folder) == [0, *without]
-    assert load(folder)(TEXT, TEXT)["input_ids"][0] == 0
+    assert Tokenizer(folder).encode_pair(TEXT, TEXT) == load_transformers(folder)(TEXT, TEXT)["input_ids"]
+    assert Tokenizer(folder).encode_pair(TEXT, TEXT)[0] == 0
 
 
 def test_no_bos_is_added_without_a_bos_token(tmp_path):

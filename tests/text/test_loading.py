@@ -10,6 +10,7 @@ import qrt.text.loading as loading
 import small_tokenizers
 from qrt.errors import CheckpointError
 from qrt.text.loading import load
+from qrt.text.tokenizer import Tokenizer
 
 SENTENCEPIECE = b"\x0a\x09\x0a\x05<unk>\x18\x02"
 TIKTOKEN = b"".join(base64.b64encode(bytes([i])) + b" %d\n" % i for i in range(256))
@@ -40,7 +41,7 @@ def none_installed(monkeypatch):
         ({"vocab.json": BPE["vocab.json"]}, QWEN, "vocab.json without merges.txt; add merges.txt, or"),
         ({}, None, "expected a tokenizer.json, got no file of a tokenizer; add"),
         ({}, QWEN, "expected a tokenizer.json, got no file of a tokenizer; add"),
-        ({"tokenizer.json": "{ damaged"}, None, r"tokenizer.json cannot be read \(JSONDecodeError: .*"),
+        ({"tokenizer.json": "{ damaged"}, None, r"tokenizer.json cannot be read \(Exception: key must be"),
         ({"tokenizer.json": "[]"}, None, r"tokenizer.json cannot be read \(.*\); download it again"),
         ({"tokenizer.json": '{"model": {"type": "New"}}'}, None, "or update the package tokenizers"),
         ({"tokenizer.json": POINTER}, None, "tokenizer.json is a Git LFS pointer, not the file; run git"),
@@ -85,7 +86,7 @@ def test_vocabularies_that_transformers_reads_are_read(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(QWEN))
     (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
     assert (
-        load(tmp_path)("thth")["input_ids"]
+        Tokenizer(tmp_path).encode("thth")
         == AutoTokenizer.from_pretrained(tmp_path)("thth")["input_ids"]
         != []
     )

@@ -21,7 +21,7 @@ from qrt.errors import CheckpointError, ConfigError
 from qrt.text.data.files import find_files, is_known
 from qrt.text.data.rows import Row, read_rows
 from qrt.text.data.texts import Render, Texts
-from qrt.text.loading import load
+from qrt.text.loading import load_transformers
 from qrt.text.tokenizer import Tokenizer
 from qrt_calibrate.recipe.recipe import Recipe
 from qrt_calibrate.text.windows import choose_windows
@@ -193,5 +193,5 @@ def _docstrings(node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFun
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """Load the checkpoint's own tokenizer, as the server does."""
-    tokenizer: PreTrainedTokenizerBase = load(folder)
+    tokenizer: PreTrainedTokenizerBase = load_transformers(folder)
     return tokenizer

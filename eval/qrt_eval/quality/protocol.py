@@ -166,8 +166,8 @@ class LmEval(Protocol):
         self, text: EvalText, tokenizer: Tokenizer, seqlen: int, stride: int | None, limit: int | None
     ) -> list[Window]:
         """Cut document by document; see Protocol."""
-        prefix = tokenizer.hf.bos_token_id
-        prefix = tokenizer.hf.eos_token_id if prefix is None else prefix
+        prefix = tokenizer.bos_token_id
+        prefix = next(iter(tokenizer.eos_token_ids), None) if prefix is None else prefix
         if prefix is None:
             raise ConfigError("--protocol lmeval: expected a tokenizer with BOS or EOS, got one with neither")
         found = [w for doc in text.documents[:limit] for w in self._document(doc, tokenizer, prefix, seqlen)]
@@ -247,9 +247,9 @@ class Tokens:
     """Hold a text's token ids, and where in the text each begins and ends."""
 
     def __init__(self, tokenizer: Tokenizer, text: str) -> None:
-        encoded = tokenizer.hf(text, return_offsets_mapping=True, verbose=False)
-        self.ids: list[int] = encoded["input_ids"]
-        self._offsets: list[tuple[int, int]] = encoded["offset_mapping"]
+        encoded = tokenizer.backend_tokenizer.encode(text)
+        self.ids: list[int] = encoded.ids
+        self._offsets: list[tuple[int, int]] = encoded.offsets
         self._text = text
 
     def window(self, start: int, end: int, first: int, begin: int | None = None) -> Window:
@@ -265,7 +265,7 @@ class Tokens:
 def _bos(tokenizer: Tokenizer) -> int | None:
     """Return BOS if the tokenizer begins a text with it."""
     ids = tokenizer.encode("a")
-    return ids[0] if ids and ids[0] == tokenizer.hf.bos_token_id else None
+    return ids[0] if ids and ids[0] == tokenizer.bos_token_id else None
 
 
 def _long_enough(tokens: Tokens, seqlen: int, wanted: int) -> None:

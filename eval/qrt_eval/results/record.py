@@ -96,7 +96,7 @@ def text_facts(text: EvalText) -> dict[str, Any]:
 def model_facts(llm: LLM) -> dict[str, Any]:
     """Return which model ran, and how."""
     config = llm.engine.config
-    tokenizer = llm.tokenizer.hf.backend_tokenizer.to_str()
+    tokenizer = llm.tokenizer.backend_tokenizer.to_str()
     return {
         **engine_facts(llm.engine, config.model),
         "model_sha256": checkpoint_sha256(config.model),

@@ -51,7 +51,7 @@ def run(arguments: Namespace) -> None:
     """Run `qrt-eval grammar`: replay all instances, write the JSON, print a table."""
     files = chosen(Path(arguments.schemas), arguments.limit, arguments.seed)
     tokenizer = Tokenizer(tokenizer_folder(arguments.tokenizer, download_dir=arguments.download_dir))
-    width = arguments.vocab_size or len(tokenizer.hf)
+    width = arguments.vocab_size or len(tokenizer)
     vocabulary = Vocabulary.of(tokenizer, width, tokenizer.eos_token_ids)
     start = time.perf_counter()
     vocabulary.library  # noqa: B018 -- made here, and timed

@@ -112,8 +112,8 @@ def make_prompts(arguments: Namespace, model: str) -> tuple[Lengths, list[Prompt
     tokenizer = Tokenizer(folder)
     (lengths,) = sources(arguments, [arguments.lengths] if arguments.lengths else [], lambda: tokenizer)
     count = arguments.num_prompts or (lengths.count if arguments.lengths else None) or NUM_PROMPTS
-    special = set(tokenizer.hf.all_special_ids)
-    plain = [i for i in range(len(tokenizer.hf)) if i not in special]
+    special = tokenizer.all_special_ids
+    plain = [i for i in range(len(tokenizer)) if i not in special]
     found = []
     for request in lengths.requests(count, arguments.seed, plain):
         content = tokenizer.decode(request.ids) if chat else request.ids

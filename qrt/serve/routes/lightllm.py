@@ -199,7 +199,7 @@ class LightllmShape(EventReply):
         self._collector = collector
         self._details = body.parameters.return_details
         self._text = body.inputs if body.parameters.return_full_text else ""
-        self._special = set(service.tokenizer.hf.all_special_ids)
+        self._special = service.tokenizer.all_special_ids
 
     @staticmethod
     def samples(parameters: Parameters) -> bool:

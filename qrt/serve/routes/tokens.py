@@ -88,8 +88,8 @@ def token_routes(service: Service) -> APIRouter:
 
     @routes.get("/tokenizer_info", responses=errors())
     async def tokenizer_info() -> dict[str, Any]:
-        tokenizer = service.tokenizer.hf
-        tokens = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
-        return {**tokens, "vocab_size": len(tokenizer), "chat_template": service.tokenizer.chat_template()}
+        tokenizer = service.tokenizer
+        template = tokenizer.chat_template()
+        return {**tokenizer.special_tokens, "vocab_size": len(tokenizer), "chat_template": template}
 
     return routes
