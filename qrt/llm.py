@@ -11,6 +11,7 @@ from itertools import count
 from threading import Lock
 from typing import TYPE_CHECKING, Any, overload
 
+import torch
 from torch import Tensor
 from tqdm import tqdm
 
@@ -238,7 +239,7 @@ class LLM(PoolingCalls):
             raise ConfigError(
                 "LLM.score: expected lists of token ids, or two texts, got one; give the second"
             )
-        return [scores.logprobs for scores in self.score_ranked(data_1)]
+        return [torch.from_numpy(scores.logprobs) for scores in self.score_ranked(data_1)]
 
     def score_ranked(self, token_ids: Sequence[Sequence[int]]) -> list[Scores]:
         """Score as `score` does, and return each token's rank in the vocabulary too, 1 = likeliest."""

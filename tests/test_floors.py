@@ -42,10 +42,7 @@ TORCH_FREE = (
     "qrt.sampling_params", "qrt.request", "qrt.grammar",
     "qrt.arch", "qrt.mem.slots", "qrt.mem.prefix", "qrt.mem.manager", "qrt.folder", "qrt.peers",
     "qrt.peer_fields", "qrt.hub", "qrt.hub_errors", "qrt.location", "qrt.engine.preflight",
-    "qrt.engine.schedule.request", "qrt.engine.schedule.plan", "qrt.engine.schedule.scheduler",
-    "qrt.engine.schedule.lookahead", "qrt.engine.schedule.admission", "qrt.engine.schedule.output",
-    "qrt.engine.schedule.sharing", "qrt.engine.schedule.limits", "qrt.engine.schedule.queue",
-    "qrt.engine.schedule.rows",
+    "qrt.engine.schedule", "qrt.serve",
 )  # fmt: skip
 
 

@@ -276,7 +276,7 @@ def test_greedy_tokens_have_rank_one(llm, expected):
     first, single = llm.score_ranked([prompt + expected[0][:8], prompt[:1]])
     assert first.ranks[len(prompt) - 1 :].tolist() == [1] * 8 and len(first) == len(prompt) + 7
     assert first.ranks.max() > 1 and len(single) == 0
-    torch.testing.assert_close(llm.score([prompt])[0], first.logprobs[: len(prompt) - 1])
+    torch.testing.assert_close(llm.score([prompt])[0].numpy(), first.logprobs[: len(prompt) - 1])
 
 
 def test_use_in_a_fork_is_refused(llm):

@@ -140,7 +140,7 @@ class PoolingCalls:
         )
         collectors = [PooledCollector(self._next_id(), ids, pooling, params) for ids in own.prompts]
         found = self._pool(collectors, use_tqdm)
-        scores = own.scores([one.outputs.data for one in found])
+        scores = own.scores([one.data() for one in collectors])
         return [
             ScoringRequestOutput(
                 found[places[0]].request_id,

@@ -104,17 +104,19 @@ def check_logprobs(prompt, params, deltas):
     sequence = prompt + tokens(deltas)
     truth = next_logits(sequence).log_softmax(-1)
     if params.logprobs is not None:
-        scores = torch.cat([delta.logprobs.logprobs for delta in deltas if delta.token_ids])
+        scores = np.concatenate([delta.logprobs.logprobs for delta in deltas if delta.token_ids])
         places = range(len(prompt) - 1, len(sequence) - 1)
         expected = [truth[place, sequence[place + 1]] for place in places]
-        torch.testing.assert_close(scores, torch.stack(expected))
+        torch.testing.assert_close(torch.from_numpy(scores), torch.stack(expected))
     if params.prompt_logprobs is not None:
         scores = [delta.prompt_scores for delta in deltas if delta.prompt_scores]
         expected = truth[torch.arange(len(prompt) - 1), torch.tensor(prompt[1:], dtype=torch.long)]
-        torch.testing.assert_close(torch.cat([torch.empty(0)] + [s.logprobs for s in scores]), expected)
+        got = np.concatenate([np.empty(0, np.float32)] + [s.logprobs for s in scores])
+        torch.testing.assert_close(torch.from_numpy(got), expected)
         top = truth[: len(prompt) - 1].topk(params.prompt_logprobs).values
-        got = torch.cat([torch.empty(0, params.prompt_logprobs)] + [s.top_logprobs for s in scores])
-        torch.testing.assert_close(got, top)
+        none = np.empty((0, params.prompt_logprobs), np.float32)
+        got = np.concatenate([none] + [s.top_logprobs for s in scores])
+        torch.testing.assert_close(torch.from_numpy(got), top)
 
 
 def random_engine(rng, monkeypatch, model=None):

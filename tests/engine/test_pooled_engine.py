@@ -31,7 +31,7 @@ def pooled(engine, given, kind="last"):
     while engine.has_work:
         for delta in engine.step():
             assert delta.error is None and not delta.token_ids
-            parts[delta.request_id] += [] if delta.pooled is None else [delta.pooled]
+            parts[delta.request_id] += [] if delta.pooled is None else [torch.from_numpy(delta.pooled)]
             cached[delta.request_id] = delta.num_cached
     engine.scheduler.kv.check()
     return [torch.cat(own) for own in parts.values()], list(cached.values())

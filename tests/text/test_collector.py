@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -42,8 +42,8 @@ def deltas(ids, finish, logprobs):
         last = place == len(ids) - 1
         scores = None
         if logprobs is not None:
-            top = torch.arange(logprobs)[None] + token
-            scores = Scores(torch.tensor([-0.5]), torch.tensor([2]), top, torch.zeros(1, logprobs))
+            top, values = np.arange(logprobs)[None] + token, np.zeros((1, logprobs), np.float32)
+            scores = Scores(np.array([-0.5], np.float32), np.array([2]), top, values)
         yield StepDelta("r#0", (token,), finish if last else None, None, scores, num_cached=1)
 
 

@@ -10,6 +10,8 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+import torch
 from lm_eval import utils
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
@@ -101,8 +103,8 @@ class QRTLM(TemplateLM):
                 ids = [(context + continuation)[-self.max_length - 1 :] for _, context, continuation in batch]
                 for (pair, _, continuation), scores in zip(batch, self.llm.score_ranked(ids), strict=True):
                     last = slice(len(scores) - len(continuation), None)
-                    check_finite(self.llm, scores.logprobs[last])
-                    total = float(scores.logprobs[last].double().sum())
+                    check_finite(self.llm, torch.from_numpy(scores.logprobs[last]))
+                    total = float(scores.logprobs[last].sum(dtype=np.float64))
                     found.append((total, bool((scores.ranks[last] == 1).all())))
                     if pair is not None:
                         self.cache_hook.add_partial("loglikelihood", pair, found[-1])

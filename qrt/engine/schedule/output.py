@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from qrt.engine.schedule.request import FinishReason
-from qrt.engine.schedule.scores import Scores, Vectors, concat, join
+from qrt.engine.schedule.scores import Scores, Vectors, concat
 
 
 class StepDelta(NamedTuple):
@@ -46,6 +48,6 @@ def merge(deltas: Sequence[StepDelta]) -> StepDelta:
         token_ids=tuple(token for delta in deltas for token in delta.token_ids),
         logprobs=concat(scores) if scores else None,
         prompt_scores=concat(prompt) if prompt else None,
-        pooled=join(pooled) if pooled else None,
+        pooled=np.concatenate(pooled) if pooled else None,
         num_cached=max(delta.num_cached for delta in deltas),
     )

@@ -1,14 +1,19 @@
-"""Scores: log-probabilities of given tokens, and of the likeliest tokens at the same positions."""
+"""Scores: log-probabilities of given tokens, and of the likeliest tokens at the same positions.
+
+They and vectors of models that pool are arrays on the host, so that a server's API processes need no torch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
-Vectors = Tensor  # fp32 [n, D], what a model that pools makes of a prompt
+Floats = NDArray[np.float32]
+Ids = NDArray[np.int64]
+Vectors = Floats  # [n, D], what a model that pools makes of a prompt
 
 
 @dataclass(frozen=True)
@@ -21,25 +26,19 @@ class Scores:
     top_logprobs   fp32 [n, k]
     """
 
-    logprobs: Tensor
-    ranks: Tensor
-    top_ids: Tensor
-    top_logprobs: Tensor
+    logprobs: Floats
+    ranks: Ids
+    top_ids: Ids
+    top_logprobs: Floats
 
     @classmethod
     def empty(cls) -> Scores:
         """Return scores of no positions."""
-        none, ids = torch.empty(0), torch.empty(0, dtype=torch.int64)
-        return cls(none, ids, ids.view(0, 0), none.view(0, 0))
+        floats, ids = np.empty((0, 0), np.float32), np.empty((0, 0), np.int64)
+        return cls(floats.reshape(0), ids.reshape(0), ids, floats)
 
     def __len__(self) -> int:
         return len(self.logprobs)
-
-    def map(self, change: Callable[[Tensor], Tensor]) -> Scores:
-        """Return the scores with `change` applied to each tensor."""
-        return Scores(
-            change(self.logprobs), change(self.ranks), change(self.top_ids), change(self.top_logprobs)
-        )
 
     def part(self, start: int, stop: int, num_top: int) -> Scores:
         """Return positions [start, stop) with the `num_top` likeliest tokens of each."""
@@ -55,13 +54,8 @@ class Scores:
 def concat(parts: Sequence[Scores]) -> Scores:
     """Join the positions of all parts, in order."""
     return Scores(
-        torch.cat([part.logprobs for part in parts]),
-        torch.cat([part.ranks for part in parts]),
-        torch.cat([part.top_ids for part in parts]),
-        torch.cat([part.top_logprobs for part in parts]),
+        np.concatenate([part.logprobs for part in parts]),
+        np.concatenate([part.ranks for part in parts]),
+        np.concatenate([part.top_ids for part in parts]),
+        np.concatenate([part.top_logprobs for part in parts]),
     )
-
-
-def join(parts: Sequence[Vectors]) -> Vectors:
-    """Join the vectors of all parts, in order."""
-    return torch.cat(list(parts))

@@ -2,15 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
 from torch import Tensor
 
 from qrt.engine.schedule.scores import Scores
 
 
-def score(logits: Tensor, targets: Tensor, num_top: int) -> Scores:
+class ScoreTensors(NamedTuple):
+    """The arrays of a `Scores` as tensors."""
+
+    logprobs: Tensor
+    ranks: Tensor
+    top_ids: Tensor
+    top_logprobs: Tensor
+
+    def on_host(self) -> Scores:
+        """Return the Scores; the tensors are on the host, and share its memory."""
+        return Scores(*(tensor.numpy() for tensor in self))
+
+
+def score(logits: Tensor, targets: Tensor, num_top: int) -> ScoreTensors:
     """Score `targets` int64 [n] under softmax(`logits` fp32 [n, V]), on the logits' device."""
     total = logits.logsumexp(-1)
     chosen = logits.gather(-1, targets[:, None])
     ranks = (logits > chosen).sum(-1) + 1
     top = logits.topk(num_top, dim=-1)
-    return Scores(chosen[:, 0] - total, ranks, top.indices, top.values - total[:, None])
+    return ScoreTensors(chosen[:, 0] - total, ranks, top.indices, top.values - total[:, None])
+
+
+def joined(parts: Sequence[ScoreTensors], take: Callable[[Tensor], Tensor]) -> ScoreTensors:
+    """Join the positions of all parts, in order, and return what `take` makes of each tensor."""
+    return ScoreTensors(*(take(torch.cat(tensors)) for tensors in zip(*parts, strict=True)))

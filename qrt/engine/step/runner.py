@@ -16,11 +16,10 @@ from torch import Tensor
 from qrt.engine.ranks.group import RankGroup
 from qrt.engine.ranks.orders import Draw, Forward, Launch
 from qrt.engine.schedule.plan import Plan, StepResult
-from qrt.engine.schedule.scores import Scores, Vectors, concat
 from qrt.engine.step.adjustments import Adjustments
 from qrt.engine.step.batch import Batch, build
 from qrt.engine.step.graphs import TokenSteps
-from qrt.engine.step.logprobs import score
+from qrt.engine.step.logprobs import ScoreTensors, joined, score
 from qrt.engine.step.masks import MaskBuffer
 from qrt.engine.step.pooler import Pooler
 from qrt.engine.step.sample_batch import SampleBatch, is_plain, make_sample_batch
@@ -37,19 +36,29 @@ SCORED_ROWS = 1024  # logits of prompt tokens exist for this many rows at a time
 
 @dataclass(frozen=True)
 class Launched:
-    """A step that the device works on, whose result is being copied to the host."""
+    """A step that the device works on, whose result is being copied to the host.
+
+    asking   index into the tokens and number of likeliest ones, of each row of `logprobs`
+    """
 
     fetch: Fetch
     tokens: Tensor | None
-    logprobs: Mapping[int, Scores]
-    prompt_scores: Mapping[str, Scores]
-    pooled: Mapping[str, Vectors]
+    asking: Sequence[tuple[int, int]]
+    logprobs: ScoreTensors | None
+    prompt_scores: Mapping[str, ScoreTensors]
+    pooled: Mapping[str, Tensor]
 
     def result(self) -> StepResult:
         """Wait for the step and return its result."""
         self.fetch.wait()
         tokens = [] if self.tokens is None else self.tokens.tolist()
-        return StepResult(tokens, self.logprobs, self.prompt_scores, self.pooled)
+        logprobs = {}
+        if self.logprobs is not None:
+            scores = self.logprobs.on_host()
+            logprobs = {i: scores.part(n, n + 1, num_top) for n, (i, num_top) in enumerate(self.asking)}
+        prompt_scores = {request_id: scores.on_host() for request_id, scores in self.prompt_scores.items()}
+        pooled = {request_id: vectors.numpy() for request_id, vectors in self.pooled.items()}
+        return StepResult(tokens, logprobs, prompt_scores, pooled)
 
 
 @dataclass(frozen=True)
@@ -63,7 +72,7 @@ class Forwarded:
     hidden: Tensor
     samples: SampleBatch | None
     fetch: Fetch
-    prompt_scores: Mapping[str, Scores]
+    prompt_scores: Mapping[str, ScoreTensors]
     padded: bool
     host_s: float
 
@@ -183,7 +192,7 @@ class Runner:
         self._begin()
         tokens = fetch.take(steps.sample(plan))
         fetch.sent()
-        return Launched(fetch, tokens, {}, {}, {})
+        return Launched(fetch, tokens, (), None, {}, {})
 
     def _begin(self) -> None:
         if self.timeline is not None:
@@ -215,7 +224,7 @@ class Runner:
     ) -> Launched:
         plan, fetch, steps = forwarded.plan, forwarded.fetch, self.token_steps
         tokens: Tensor | None = None
-        logprobs: dict[int, Scores] = {}
+        logprobs: ScoreTensors | None = None
         if forwarded.padded and masks is not None and is_plain(plan):
             assert steps is not None
             tokens = fetch.take(steps.sample_masked(plan))
@@ -223,40 +232,36 @@ class Runner:
             samples = forwarded.samples
             if forwarded.padded or skipped:
                 samples = make_sample_batch(plan, self.adjustments, self.table.device, skipped)
-            tokens, logprobs = self._sample(plan, samples, forwarded.hidden, fetch, masks)
+            tokens, logprobs = self._sample(samples, forwarded.hidden, fetch, masks)
         pooled = {} if self.pooler is None else self.pooler(plan, forwarded.hidden, fetch)
         fetch.sent()
-        return Launched(fetch, tokens, logprobs, forwarded.prompt_scores, pooled)
+        asked = [(i, work.sampling.num_logprobs) for i, work in enumerate(plan.sampled)]
+        asking = [(i, num_top) for i, num_top in asked if num_top is not None]
+        return Launched(fetch, tokens, asking, logprobs, forwarded.prompt_scores, pooled)
 
     def _sample(
-        self,
-        plan: Plan,
-        samples: SampleBatch | None,
-        hidden: Tensor,
-        fetch: Fetch,
-        masks: MaskBuffer | None,
-    ) -> tuple[Tensor | None, dict[int, Scores]]:
+        self, samples: SampleBatch | None, hidden: Tensor, fetch: Fetch, masks: MaskBuffer | None
+    ) -> tuple[Tensor | None, ScoreTensors | None]:
         """Sample from the step's hidden states; return tokens and log-probabilities, as in `Launched`."""
         if samples is None:
-            return None, {}
+            return None, None
         logits = self.model.logits(hidden[samples.tokens])
         tokens = sample(logits, self.table, self.adjustments, samples.meta, masks)
         if self.model.peers is not None:  # rank 0 has the masks, and sorts and adds in an order of its own
             tokens = self.model.peers.first(tokens)
         self.table.advance(samples.meta.rows, tokens)
-        logprobs: dict[int, Scores] = {}
+        logprobs: ScoreTensors | None = None
         if samples.logprobs is not None:
             parts = [
                 score(logits[some].float(), tokens[some], samples.num_top)
                 for some in samples.logprobs.split(SCORED_ROWS)
             ]
-            scores = concat(parts).map(fetch.take)
-            wanted = [(i, work.sampling.num_logprobs) for i, work in enumerate(plan.sampled)]
-            asking = [(i, num_top) for i, num_top in wanted if num_top is not None]
-            logprobs = {i: scores.part(n, n + 1, num_top) for n, (i, num_top) in enumerate(asking)}
+            logprobs = joined(parts, fetch.take)
         return fetch.take(tokens), logprobs
 
-    def _score_prompts(self, plan: Plan, batch: Batch, hidden: Tensor, fetch: Fetch) -> dict[str, Scores]:
+    def _score_prompts(
+        self, plan: Plan, batch: Batch, hidden: Tensor, fetch: Fetch
+    ) -> dict[str, ScoreTensors]:
         scores = {}
         start = len(plan.decodes)
         for chunk in plan.chunks:
@@ -268,6 +273,6 @@ class Runner:
                     score(self.model.logits(states).float(), ids, wanted.num_top)
                     for states, ids in zip(rows, targets, strict=True)
                 ]
-                scores[chunk.request_id] = concat(parts).map(fetch.take)
+                scores[chunk.request_id] = joined(parts, fetch.take)
             start += len(chunk.tokens)
         return scores

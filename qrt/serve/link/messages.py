@@ -143,13 +143,12 @@ def params_of(fields: dict[str, Any]) -> SamplingParams:
     return SamplingParams(**{**fields, "bad_words": tuple(words)})
 
 
-def _encode_tensor(value: Any) -> Any:
-    """Turn a tensor into dtype, shape and bytes; see `qrt.serve.link.step_output`."""
-    array = value.cpu().contiguous().numpy()
-    return str(array.dtype), array.shape, array.tobytes()
+def _encode_array(value: Any) -> Any:
+    """Turn an array into dtype, shape and bytes; see `qrt.serve.link.step_output`."""
+    return str(value.dtype), value.shape, value.tobytes()
 
 
-_encoder = msgspec.msgpack.Encoder(enc_hook=_encode_tensor)
+_encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
 _to_engine = msgspec.msgpack.Decoder(ToEngine)
 _ready = msgspec.msgpack.Decoder(Ready)
 

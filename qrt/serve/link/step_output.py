@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_origin
 
 import msgspec
-import torch
+import numpy as np
 
 from qrt.engine.schedule.output import StepDelta
 from qrt.serve.link.messages import Answer, Message, Ready, Refusal
@@ -28,16 +28,14 @@ class StepOutput(Message):
 FromEngine = Ready | StepOutput | Answer
 
 
-def _decode_tensor(kind: type, value: Any) -> Any:
-    if kind is torch.Tensor:
-        name, shape, data = value
-        dtype = getattr(torch, name)
-        flat = torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
-        return flat.reshape(shape)
+def _decode_array(kind: type, value: Any) -> Any:
+    if get_origin(kind) is np.ndarray:
+        dtype, shape, data = value
+        return np.frombuffer(data, dtype).reshape(shape)
     raise NotImplementedError(f"{kind.__name__} is no part of a message")
 
 
-_from_engine = msgspec.msgpack.Decoder(FromEngine, dec_hook=_decode_tensor)
+_from_engine = msgspec.msgpack.Decoder(FromEngine, dec_hook=_decode_array)
 
 
 def decode_from_engine(data: bytes) -> FromEngine:

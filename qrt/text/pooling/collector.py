@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from qrt.arch.pooling import Pooling
 from qrt.engine.schedule.output import StepDelta, merge
+from qrt.engine.schedule.scores import Floats, Vectors
 from qrt.request.pooling import PoolingParams
 from qrt.sampling_params import SamplingParams
 from qrt.text.output import TextDelta
@@ -56,7 +56,7 @@ class PooledCollector:
         self._params = params
         self._size = size
         self._deltas: list[StepDelta] = []
-        self._vectors: Tensor | None = None
+        self._vectors: Vectors | None = None
 
     @property
     def engine_ids(self) -> list[str]:
@@ -72,7 +72,7 @@ class PooledCollector:
         """The number of numbers in its reply so far; vectors of all tokens count before they come."""
         if self._vectors is None:
             return len(self.prompt_ids) * self._size if self.pool == "all" else 0
-        return self._vectors.numel()
+        return self._vectors.size
 
     def gather(self, delta: StepDelta) -> StepDelta | None:
         """Store a delta; return all of them, merged, when the request ends."""
@@ -82,20 +82,25 @@ class PooledCollector:
     def feed(self, delta: StepDelta) -> TextDelta:
         """Take the merged deltas of the request; the result has no text, and says that it has ended."""
         self.num_cached_tokens = delta.num_cached
-        self._vectors = torch.empty(1, 0) if delta.pooled is None else delta.pooled  # empty: aborted
+        self._vectors = np.empty((1, 0), np.float32) if delta.pooled is None else delta.pooled  # aborted
         self.finished = True
         reason = None if delta.finish_reason is None else delta.finish_reason.value
         return TextDelta(0, "", (), None, reason, None, False)
 
-    def vectors(self) -> Tensor:
-        """Return the vectors [n, D] as callers get them; ConfigError for more dimensions than there are."""
+    def data(self) -> Floats:
+        """Return what callers get: [D], or [n, D] with a vector for each token.
+
+        ConfigError for more dimensions than there are.
+        """
         assert self._vectors is not None, "the request still runs"
-        return finish(self._vectors, self._pooling, self._params)
+        vectors = finish(self._vectors, self._pooling, self._params)
+        return vectors if self.pool == "all" else vectors[0]
 
     def output(self) -> PoolingRequestOutput[PoolingOutput]:
-        """Return the result."""
-        vectors = self.vectors()
-        data = vectors if self.pool == "all" else vectors[0]
+        """Return the result, whose data are a tensor as in vLLM; raises as `data` does."""
+        import torch  # here: a server's API processes do without
+
+        data = torch.from_numpy(self.data())
         return PoolingRequestOutput(
             self.request_id, PoolingOutput(data), self.prompt_ids, self.num_cached_tokens
         )

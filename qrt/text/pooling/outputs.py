@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor  # which a server's API processes do without
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from qrt.arch.pooling import Pooling
+from qrt.engine.schedule.scores import Floats
 from qrt.errors import ConfigError
 from qrt.request.pooling import PoolingParams
 from qrt.text.pooling.inputs import encode
+from qrt.text.pooling.task import LEAST_LENGTH
 from qrt.text.tokenizer import Tokenizer
 
 
@@ -49,14 +50,19 @@ class Pairs:
         self.prompts = [_encode_pair(tokenizer, *pair, template, most) for pair in pairs]
         self.of_pair = [(index,) for index in range(len(pairs))]
 
-    def scores(self, vectors: Sequence[Tensor]) -> list[float]:
+    def scores(self, vectors: Sequence[Floats]) -> list[float]:
         """Return the score of each pair by the vectors [D] of all prompts."""
         scores = []
         for places in self.of_pair:
             own = [vectors[place] for place in places]
-            both = torch.cosine_similarity(own[0], own[1], dim=0) if len(own) == 2 else own[0][0]
+            both = _cosine(own[0], own[1]) if len(own) == 2 else own[0][0]
             scores.append(float(both))
         return scores
+
+
+def _cosine(one: Floats, other: Floats) -> float:
+    lengths = float(np.linalg.norm(one) * np.linalg.norm(other))
+    return float(one @ other) / max(lengths, LEAST_LENGTH)
 
 
 def _encode_pair(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from qrt.arch.pooling import Pooling
+from qrt.engine.schedule.scores import Vectors
 from qrt.errors import ConfigError
 from qrt.request.pooling import PoolingParams
+
+LEAST_LENGTH = 1e-12  # of a vector that is normalized
 
 
 def with_task(pooling: Pooling | None, params: PoolingParams, task: str | None) -> PoolingParams:
@@ -57,15 +59,17 @@ def _check_dimensions(pooling: Pooling, params: PoolingParams) -> None:
         raise ConfigError(f"dimensions: expected {' or '.join(map(str, known))}, got {wanted}")
 
 
-def finish(vectors: Tensor, pooling: Pooling, params: PoolingParams) -> Tensor:
+def finish(vectors: Vectors, pooling: Pooling, params: PoolingParams) -> Vectors:
     """Return what callers get of the engine's vectors fp32 [n, D]; embeddings are cut, then normalized."""
     if pooling.task == "classify":
         active = params.use_activation is not False and params.normalize is not False
         match pooling.activation if active else "none":
             case "softmax":
-                return vectors.softmax(-1)
+                powers = np.exp(vectors - vectors.max(-1, keepdims=True, initial=-np.inf))
+                return powers / powers.sum(-1, keepdims=True)
             case "sigmoid":
-                return vectors.sigmoid()
+                with np.errstate(over="ignore"):  # then the divisor is infinite, and the result 0
+                    return np.reciprocal(np.exp(-vectors) + 1)
         return vectors
     if params.dimensions is not None:
         if params.dimensions > vectors.shape[-1]:
@@ -75,4 +79,7 @@ def finish(vectors: Tensor, pooling: Pooling, params: PoolingParams) -> Tensor:
         vectors = vectors[:, : params.dimensions]
     given = params.normalize if params.normalize is not None else params.use_activation
     normalize = pooling.normalize if given is None else given
-    return torch.nn.functional.normalize(vectors, dim=-1) if normalize else vectors
+    if not normalize:
+        return vectors
+    lengths = np.linalg.norm(vectors, axis=-1, keepdims=True)
+    return vectors / np.maximum(lengths, LEAST_LENGTH)

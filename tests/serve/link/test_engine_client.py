@@ -2,8 +2,8 @@
 
 import asyncio
 
+import numpy as np
 import pytest
-import torch
 
 from qrt.engine.schedule.output import StepDelta, merge
 from qrt.engine.schedule.request import FinishReason
@@ -35,8 +35,7 @@ class Client(EngineClient):
 
 
 def scores(tokens):
-    values = torch.tensor(tokens, dtype=torch.float32)
-    ids = torch.tensor(tokens, dtype=torch.int64)
+    values, ids = np.array(tokens, np.float32), np.array(tokens, np.int64)
     return Scores(-values, ids, ids[:, None], -values[:, None])
 
 

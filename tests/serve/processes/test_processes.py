@@ -7,6 +7,7 @@ import signal
 import stat
 import subprocess
 import sys
+from pathlib import Path
 
 import httpx
 import msgspec
@@ -161,6 +162,23 @@ def test_keys_stand_on_no_command_line(server):
     seen = [line for line in lines if int(line.split()[0]) in processes]
     assert len(seen) == 3 and not any(KEY in line for line in seen)
     assert KEY not in server.log.read_text()
+
+
+def test_only_the_engine_loads_torch(server):
+    """Also when the API process writes what it does not import torch for: log-probabilities, a chat."""
+    chat = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
+    for path, body in (
+        ("completions", {**LONG, "max_tokens": 2, "logprobs": 2, "echo": True}),
+        ("chat/completions", {**chat, "logprobs": True, "top_logprobs": 2}),
+    ):
+        url = f"{server.url}/v1/{path}"
+        reply = httpx.post(url, json=body, headers={"Authorization": f"Bearer {KEY}"}, timeout=PATIENCE)
+        assert reply.raise_for_status().json()["choices"][0]["logprobs"]
+    loaded = {
+        module: {"libtorch" in Path(f"/proc/{pid}/maps").read_text() for pid in server.children(module)}
+        for module in ("engine", "httpserver")
+    }
+    assert loaded == {"engine": {True}, "httpserver": {False}}
 
 
 def test_a_killed_supervisor_leaves_no_process(server):

@@ -2,8 +2,8 @@
 
 import json
 
+import numpy as np
 import pytest
-import torch
 
 import small_tokenizers
 from qrt.engine.schedule.output import StepDelta
@@ -26,8 +26,8 @@ def tokenizer(request, tmp_path):
 def scores(ids, others=()) -> Scores:
     """Each token is the likeliest of its place, `others` come behind."""
     ranked = [[token, *(other for other in others if other != token)][: len(others) or 1] for token in ids]
-    values = -torch.arange(1.0, len(ranked[0]) + 1).repeat(len(ids), 1)
-    return Scores(values[:, 0], torch.ones(len(ids), dtype=torch.int64), torch.tensor(ranked), values)
+    values = -np.tile(np.arange(1, len(ranked[0]) + 1, dtype=np.float32), (len(ids), 1))
+    return Scores(values[:, 0], np.ones(len(ids), np.int64), np.array(ranked), values)
 
 
 def deltas(ids, others, prompt_ids):

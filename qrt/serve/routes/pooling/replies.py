@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
+from qrt.engine.schedule.scores import Floats
 from qrt.serve.http.service import new_id
 from qrt.text.pooling.collector import PooledCollector
 
@@ -42,7 +42,7 @@ def usage(collectors: Collectors) -> dict[str, Any]:
 def embeddings(model: str, encoding: str, collectors: Collectors) -> dict[str, Any]:
     """Return the body of /v1/embeddings."""
     data = [
-        {"index": index, "object": "embedding", "embedding": numbers(one.output().outputs.data, encoding)}
+        {"index": index, "object": "embedding", "embedding": numbers(one.data(), encoding)}
         for index, one in enumerate(collectors)
     ]
     return listed("embd", model, data, collectors)
@@ -51,7 +51,7 @@ def embeddings(model: str, encoding: str, collectors: Collectors) -> dict[str, A
 def pooled(model: str, encoding: str, collectors: Collectors) -> dict[str, Any]:
     """Return the body of /pooling."""
     data = [
-        {"index": index, "object": "pooling", "data": numbers(one.output().outputs.data, encoding)}
+        {"index": index, "object": "pooling", "data": numbers(one.data(), encoding)}
         for index, one in enumerate(collectors)
     ]
     return listed("pool", model, data, collectors)
@@ -61,7 +61,7 @@ def classes(model: str, labels: Sequence[str], collectors: Collectors) -> dict[s
     """Return the body of /classify, with the likeliest label of each input."""
     data = []
     for index, one in enumerate(collectors):
-        values = one.output().outputs.data
+        values = one.data()
         label = labels[int(values.argmax())]
         data.append(
             {
@@ -93,8 +93,8 @@ def ranked(
     return {"id": new_id("rerank"), "model": model, "results": results, "usage": usage(collectors)}
 
 
-def numbers(values: Tensor, encoding: str) -> Any:
+def numbers(values: Floats, encoding: str) -> Any:
     """Return numbers as lists, or as base64 of little-endian fp32."""
     if encoding == "float":
         return values.tolist()
-    return base64.b64encode(values.numpy().astype(np.dtype("<f4")).tobytes()).decode()
+    return base64.b64encode(values.astype(np.dtype("<f4")).tobytes()).decode()

@@ -160,7 +160,7 @@ async def _scores(
     collectors = [service.pooled(ids, own, **body.engine_options()) for ids in made.prompts]
 
     def written() -> Any:
-        return reply(made.scores([one.output().outputs.data for one in collectors]), collectors)
+        return reply(made.scores([one.data() for one in collectors]), collectors)
 
     return await _answer(service, request, collectors, arrived, written)
 
