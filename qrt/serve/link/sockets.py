@@ -16,6 +16,7 @@ import zmq.asyncio
 from qrt.serve.link.messages import Message, ToEngine, decode_to_engine, encode
 
 IDLE_MS = 1000  # longest sleep of an idle engine
+RECONNECT_MS = 20  # between a client's tries to reach an engine that loads
 
 
 Received = TypeVar("Received")
@@ -65,6 +66,7 @@ class ClientSocket(Generic[Received]):
         self._socket.set(zmq.IDENTITY, name.encode())
         self._socket.set(zmq.SNDHWM, 0)
         self._socket.set(zmq.RCVHWM, 0)
+        self._socket.set(zmq.RECONNECT_IVL, RECONNECT_MS)
         self._socket.connect(f"ipc://{path}")
 
     def send(self, message: Message) -> None:

@@ -118,7 +118,7 @@ def serve(spec: Spec) -> None:
     service = Service(_client(spec), tokenizer, spec.server)
     app = create_app(service)
     if spec.name == "api-0":
-        logger.info("routes: %s", ", ".join(sorted(app.openapi()["paths"])))
+        logger.info("routes: %s", ", ".join(sorted(app.state.paths)))
     server = HttpServer(app, service, [link.alive for link in spec.links])
     gc.collect()
     gc.freeze()  # the imported modules' objects live as long as the process

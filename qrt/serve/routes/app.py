@@ -12,8 +12,9 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from fastapi import FastAPI
-from fastapi.responses import FileResponse, RedirectResponse, Response
+from fastapi import FastAPI, Request
+from fastapi.responses import FileResponse, JSONResponse, RedirectResponse, Response
+from fastapi.routing import APIRoute
 from starlette._utils import get_route_path
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import BaseRoute, Match
@@ -49,12 +50,16 @@ PAGE_HEADERS = {
     "Cache-Control": "no-cache",  # browsers check each time, so that the files are of one version
     "Referrer-Policy": "no-referrer",
 }
+ROUTES = (
+    openai_routes, messages_routes, responses_routes, lightllm_routes, pooling_routes, token_routes,
+    render_routes, health_routes, monitoring_routes,
+)  # fmt: skip
 READY_SECONDS = 3.0  # time for a running engine to answer before this process takes connections
 REQUEST_ID = re.compile(rb"[\w.:-]{1,128}")
 
 
 def create_app(service: Service) -> FastAPI:
-    """Make the application; it starts and closes the engine's client."""
+    """Make the application; it starts and closes the engine's client. `state.paths` are those of its API."""
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -69,20 +74,21 @@ def create_app(service: Service) -> FastAPI:
         title="qrt",
         version=__version__,
         lifespan=lifespan,
-        docs_url=None,  # these pages would load scripts from other sites
-        redoc_url=None,
+        openapi_url=None,  # qrt's own route; the pages that show it would load scripts from other sites
         redirect_slashes=False,  # behind a proxy that ends TLS, a redirect would lead to http://
     )
     add_error_handlers(app)
-    app.include_router(openai_routes(service))
-    app.include_router(messages_routes(service))
-    app.include_router(responses_routes(service))
-    app.include_router(lightllm_routes(service))
-    app.include_router(pooling_routes(service))
-    app.include_router(token_routes(service))
-    app.include_router(render_routes(service))
-    app.include_router(health_routes(service))
-    app.include_router(monitoring_routes(service))
+    app.state.paths = set[str]()
+    for make in ROUTES:
+        router = make(service)
+        app.include_router(router)
+        shown = [route for route in router.routes if isinstance(route, APIRoute) and route.include_in_schema]
+        app.state.paths |= {route.path_format for route in shown}
+
+    @app.get("/openapi.json", include_in_schema=False)
+    def document(request: Request) -> JSONResponse:  # in a thread: the first time it takes half a second
+        root = request.scope["root_path"]
+        return JSONResponse(app.openapi() | ({"servers": [{"url": root}]} if root else {}))
 
     @app.get("/", include_in_schema=False)
     async def page() -> FileResponse:

@@ -149,6 +149,9 @@ def test_startup_log_lines(server):
         server.wait(lambda line=line: line in server.log.read_text())
     (routes,) = re.findall(r"routes: (.*)", server.log.read_text())
     assert {"/v1/completions", "/v1/chat/completions", "/generate", "/metrics"} < set(routes.split(", "))
+    key = {"Authorization": f"Bearer {KEY}"}
+    document = httpx.get(f"{server.url}/openapi.json", headers=key).raise_for_status().json()
+    assert set(routes.split(", ")) == set(document["paths"])
 
 
 def test_keys_stand_on_no_command_line(server):
