@@ -54,3 +54,11 @@ def test_an_api_process_does_without_the_engine():
     others = ("torch", "triton", "transformers", "safetensors", "huggingface_hub")
     code = f"import sys, qrt.serve.processes.httpserver; print(set({parts + others}) & set(sys.modules))"
     assert run(code).strip() == "set()"
+
+
+def test_a_supervisor_does_without_what_the_others_run():
+    """It starts them, so what it imports is time in which nothing else begins."""
+    code = "import sys; from qrt.serve.command import cli; from qrt.serve.processes import supervisor;"
+    code += "supervisor.supervise = lambda engine, server: 0; cli.main(['tiny']);"
+    others = {"torch", "numpy", "fastapi", "pydantic", "uvicorn", "transformers", "huggingface_hub"}
+    assert run(f"{code} print({others} & set(sys.modules))").strip() == "set()"

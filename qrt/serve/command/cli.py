@@ -8,6 +8,7 @@ import ssl
 import sys
 from argparse import Namespace
 from dataclasses import fields
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from qrt.text.chat_template import ChatTemplate
 
 logger = logging.getLogger(__name__)
 
+PACKAGES = ("fastapi", "uvicorn", "httptools", "zmq", "msgspec", "prometheus_client")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -32,13 +34,11 @@ def main(argv: list[str] | None = None) -> int:
 
 def serve(arguments: Namespace) -> int:
     """Serve until SIGINT, SIGTERM or a failure; return the exit code."""
-    try:
-        import fastapi  # noqa: F401 -- if it is missing, say so here and not in every API process
-        import httptools  # noqa: F401
+    for package in PACKAGES:  # said here and not by every API process; to import them takes time
+        if find_spec(package) is None:
+            raise UnsupportedError(f"{package} is not installed; pip install 'qrt[serve]'")
+    from qrt.serve.processes.supervisor import supervise
 
-        from qrt.serve.processes.supervisor import supervise
-    except ImportError as error:
-        raise UnsupportedError(f"{error.name} is not installed; pip install 'qrt[serve]'") from error
     set_up_logging(arguments.log_level, f"qrt-serve pid={os.getpid()}")
     logging.getLogger("httpx").setLevel(logging.WARNING)  # at INFO it logs each request to the Hub
     engine, server = engine_config(arguments), server_config(arguments)

@@ -10,6 +10,7 @@ import pytest
 from qrt.config import EngineConfig
 from qrt.engine.engine import Engine
 from qrt.errors import ConfigError
+from qrt.serve.command import cli
 from qrt.serve.command.cli import engine_config, main, server_config
 from qrt.serve.command.flags import parse, parser
 from qrt.serve.settings import ServerConfig
@@ -313,3 +314,9 @@ def test_certificates_are_read_when_the_server_starts(tmp_path):
 def test_missing_device_is_refused(device):
     with pytest.raises(ConfigError, match=f"device: expected .*, got '{device}'"):
         Engine(configs("--device", device)[0])
+
+
+def test_a_missing_package_is_named(monkeypatch, capsys):
+    monkeypatch.setattr(cli, "find_spec", lambda name: None if name == "uvicorn" else name)
+    assert main(["tiny"]) == 1
+    assert "uvicorn is not installed; pip install 'qrt[serve]'" in capsys.readouterr().err
