@@ -23,7 +23,7 @@ from qrt_calibrate.model.executor import LayerExecutor, read_layer
 from qrt_calibrate.model.streams import Streams
 from qrt_calibrate.pipeline import calibrate as calibrate_model
 from qrt_calibrate.recipe.recipe_file import recipe_of
-from qrt_calibrate.rounding import each, gptq
+from qrt_calibrate.rounding import each, factor, gptq
 from qrt_calibrate.rounding.fold import Pair
 from qrt_calibrate.rounding.observe import Moments
 from qrt_calibrate.steps import correct, experts
@@ -304,8 +304,8 @@ def test_memory_is_foreseen(every, held, make_checkpoint, calib, tmp_path, monke
     monkeypatch.setattr(experts, "EXPERT_BYTES", held * 3 * 4 * 768**2)
     peak = Peak()
     monkeypatch.setattr(experts, "_measure", peak.sampled(experts._measure))
-    for name in ("_inverse_factor", "round_block"):
-        monkeypatch.setattr(gptq, name, peak.sampled(getattr(gptq, name)))
+    for module, name in ((factor, "_inverse_factor"), (gptq, "round_block")):
+        monkeypatch.setattr(module, name, peak.sampled(getattr(module, name)))
     monkeypatch.setattr(each, "round_block", peak.sampled(each.round_block))
     monkeypatch.setattr(correct, "choose_grid", peak.sampled(correct.choose_grid))
     monkeypatch.setattr("qrt_calibrate.steps.figures.output_error", peak.sampled(output_error))

@@ -22,7 +22,8 @@ from qrt_calibrate.model.head import PlainHead
 from qrt_calibrate.model.reference import mixture_of
 from qrt_calibrate.recipe.method import Method, Scales
 from qrt_calibrate.recipe.recipe import Grid
-from qrt_calibrate.rounding.gptq import BLOCK, ROW_BLOCKS, Factor, round_columns
+from qrt_calibrate.rounding.factor import Factor
+from qrt_calibrate.rounding.gptq import ROW_BLOCKS, block_width, round_columns
 from qrt_calibrate.rounding.grid import choose_grid
 from qrt_calibrate.rounding.rtn import round_weight
 from qrt_calibrate.rounding.search import GRID, STRENGTHS
@@ -151,7 +152,7 @@ def _gptq(weight: Tensor, grid: Grid, dtype: torch.dtype, coupled: bool, refacto
     cubes, steps, sent = (1 + refactored) * columns**3, columns, rows * columns**2
     if coupled:
         cubes += sum(size**3 for size in block_sizes(rows))
-        steps += (ROW_BLOCKS - 1) * BLOCK
+        steps += (ROW_BLOCKS - 1) * block_width(weight)
         sent += sum(size**2 for size in block_sizes(rows)) * columns
     return factorized * cubes + walked * steps / width + spread * sent
 

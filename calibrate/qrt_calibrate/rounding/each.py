@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import gcd
 
 import torch
 from torch import Tensor
 
 from qrt.quant.spec import QuantSpec
-from qrt_calibrate.rounding.gptq import BLOCK, CACHED_ROWS, Factor, round_block
+from qrt_calibrate.rounding.factor import Factor
+from qrt_calibrate.rounding.gptq import CACHED_ROWS, block_width, round_block
 
 
 def round_each(
@@ -38,7 +38,7 @@ def _round(
 ) -> None:
     """Round a part of the weights of `round_each` into `codes`."""
     count, n, k = weights.shape
-    width, number = gcd(BLOCK, k), torch.arange(count, device=weights.device)[:, None]
+    width, number = block_width(weights), torch.arange(count, device=weights.device)[:, None]
     groups = torch.stack([factor.order for factor in factors]) // (k // scale.shape[2])
     scales = scale.float().transpose(1, 2)
     zeros = None if zero is None else zero.float().transpose(1, 2)

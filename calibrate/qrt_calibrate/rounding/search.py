@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from qrt.quant import affine
 from qrt.quant.spec import QuantSpec
 from qrt.quant.tokens import QuantizedTokens
+from qrt_calibrate.rounding.factor import Factor
 from qrt_calibrate.rounding.fold import Pair
-from qrt_calibrate.rounding.gptq import Factor
 from qrt_calibrate.rounding.observe import Call
 from qrt_calibrate.rounding.rtn import round_weight
 

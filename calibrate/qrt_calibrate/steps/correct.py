@@ -17,7 +17,8 @@ from qrt.quant.weight import WeightData
 from qrt_calibrate.recipe.method import Method
 from qrt_calibrate.recipe.recipe import Grid
 from qrt_calibrate.rounding.each import round_each
-from qrt_calibrate.rounding.gptq import Factor, round_columns
+from qrt_calibrate.rounding.factor import Factor
+from qrt_calibrate.rounding.gptq import round_columns
 from qrt_calibrate.rounding.grid import choose_grid
 from qrt_calibrate.rounding.observe import Moments
 from qrt_calibrate.rounding.rtn import round_weight

@@ -18,8 +18,8 @@ from qrt_calibrate.job.plan import Job
 from qrt_calibrate.model.executor import LayerExecutor
 from qrt_calibrate.model.streams import Streams
 from qrt_calibrate.recipe.recipe import Grid
+from qrt_calibrate.rounding.factor import Factor
 from qrt_calibrate.rounding.fold import linear
-from qrt_calibrate.rounding.gptq import Factor
 from qrt_calibrate.rounding.observe import Moments
 from qrt_calibrate.rounding.rtn import for_writer, round_weight, split
 from qrt_calibrate.rounding.search import round_input

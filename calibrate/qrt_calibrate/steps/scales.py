@@ -14,8 +14,8 @@ from qrt.arch.base import Smooth
 from qrt.model.stacks import part_rows
 from qrt.quant.weight import WEIGHT_SCHEMES, WeightData
 from qrt_calibrate.recipe.method import Scales
+from qrt_calibrate.rounding.factor import Factor
 from qrt_calibrate.rounding.fold import Pair, check_unchanged, divided
-from qrt_calibrate.rounding.gptq import Factor
 from qrt_calibrate.rounding.observe import Call, Moments, norm_weights, record_calls
 from qrt_calibrate.rounding.search import (
     ColumnCost,

@@ -10,7 +10,8 @@ from qrt_calibrate.recipe.recipe import Grid
 from qrt_calibrate.rounding import each
 from qrt_calibrate.rounding.clip import search_clip
 from qrt_calibrate.rounding.each import round_each
-from qrt_calibrate.rounding.gptq import Factor, round_columns
+from qrt_calibrate.rounding.factor import Factor
+from qrt_calibrate.rounding.gptq import round_columns
 from qrt_calibrate.rounding.observe import Moments
 from qrt_calibrate.steps.correct import Rounder
 from qrt_calibrate.steps.figures import Figures

@@ -7,8 +7,10 @@ import torch
 
 from qrt.quant.affine import choose_qparams
 from qrt.quant.spec import Granularity, QuantSpec
+from qrt_calibrate.rounding import factor as factors
 from qrt_calibrate.rounding import gptq
-from qrt_calibrate.rounding.gptq import Factor, round_columns
+from qrt_calibrate.rounding.factor import Factor
+from qrt_calibrate.rounding.gptq import round_columns
 
 
 def problem(n=6, k=64, tokens=200, seed=0):
@@ -54,8 +56,8 @@ def test_codes_are_those_of_the_definition(symmetric, monkeypatch):
 
 @pytest.mark.parametrize("inputs", [None, 41])
 def test_a_factor_by_halves_is_that_of_the_definition(monkeypatch, inputs):
-    monkeypatch.setattr(gptq, "LEAF", 5)
-    monkeypatch.setattr(gptq, "MOVED_ROWS", 7)
+    monkeypatch.setattr(factors, "LEAF", 5)
+    monkeypatch.setattr(factors, "MOVED_ROWS", 7)
     hessian = problem()[1][:inputs, :inputs].contiguous()
     before = hessian.clone()
     factor = Factor.of(hessian, 0.01)

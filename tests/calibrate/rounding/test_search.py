@@ -8,8 +8,9 @@ from qrt.arch.base import Smooth
 from qrt.quant.affine import choose_qparams, dequantize, quantize
 from qrt.quant.spec import Granularity, QuantSpec
 from qrt.quant.tokens import QuantizedTokens
+from qrt_calibrate.rounding.factor import Factor
 from qrt_calibrate.rounding.fold import Pair
-from qrt_calibrate.rounding.gptq import Factor, round_columns
+from qrt_calibrate.rounding.gptq import round_columns
 from qrt_calibrate.rounding.observe import Call
 from qrt_calibrate.rounding.search import (
     ColumnCost,
