@@ -156,7 +156,9 @@ class Run:
             result = quantize_layer(job, index, tensors, executor, streams)
             figures = dict(result.figures)
             if windows is not None:
-                figures |= windows.advance(index, tensors, result, grids)
+                if not job.recipe.rules.needs_text:
+                    windows.advance(index, tensors, result, grids)
+                figures |= windows.drift()
             self._written.write_layer(index, result, figures)
         elif windows is not None:
             windows.advance(index, tensors, self._written.layer(index), grids)

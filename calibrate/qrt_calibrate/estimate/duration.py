@@ -205,10 +205,15 @@ class _Windows:
         return seconds + (0.0 if budget is None else self._measured_bits(budget, evaluated))
 
     def _moments(self) -> float:
-        """Time the moments of one window's inputs, and the forwards to them in both models."""
+        """Time the moments of one window's inputs, and the forwards to them in the rounded model.
+
+        The exact model's are those that take its states through the layer.
+        """
         total, before, seconds = sum(shape.numel() for shape in self._shapes.values()), 0, 0.0
-        for fused, parts in self._arch.fuse:
-            seconds += 2 * self.forward * before / total  # up to the Linears' input
+        for number, (fused, parts) in enumerate(self._arch.fuse):
+            if number == 2 and not self._arch.parallel:  # the second block
+                before = 0
+            seconds += self.forward * before / total  # from the block's beginning up to the Linears' input
             before += sum(self._shapes[part].numel() for part in parts)
             x = torch.randn(
                 self._hidden.shape[:2].numel(), self._shapes[parts[0]][1], device=self._hidden.device
@@ -227,13 +232,13 @@ class _Windows:
         """Time the forwards of a layer's sample.
 
         These are the exact layer, the rounded one, the one rounded to nearest, a check of each fold, and, if
-        no Hessian judges candidates, the runs that do (of a block, half a layer).
+        no Hessian judges candidates, the runs that do (both of a block, half a layer).
         """
         recipe, folds = self._job.recipe, len(self._arch.smooth)
         forwards = 3.0
         if recipe.rules.scales is not Scales.NONE:
             judged = not (recipe.rules.gptq and recipe.rules.scales is Scales.AWQ)
-            forwards += folds * (1 + _candidates(recipe.rules.scales) / 2 * judged)
+            forwards += folds * (1 + _candidates(recipe.rules.scales) * judged) / 2
         return forwards * self.forward * min(recipe.n_samples, max(1, SEARCH_TOKENS // self._seqlen))
 
     def _gradients(self) -> float:

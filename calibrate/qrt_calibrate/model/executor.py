@@ -86,12 +86,15 @@ class LayerExecutor:
         """Return layer `index` as the checkpoint stores it, in fp32 on the device."""
         return self.load(index, read_layer(self._checkpoint, self.layer_name(index)))
 
-    def run(self, index: int, layer: nn.Module, hidden: Tensor) -> Tensor:
-        """Run a layer on hidden states [B, T, H]; its output is fp32 on the layer's device."""
+    def run(self, index: int, layer: nn.Module, hidden: Tensor, block: int | None = None) -> Tensor:
+        """Run a layer, or one of its blocks, on hidden states [B, T, H].
+
+        The output is fp32 on the layer's device.
+        """
         device = _device(layer)
         if device not in self._around:
             self._around[device] = around(self._arch, self._seqlen, device)
-        out: Tensor = layer(hidden.to(device), self._around[device][index])
+        out: Tensor = layer(hidden.to(device), self._around[device][index], block)
         return out
 
     def backward(self, index: int, layer: nn.Module, hidden: Tensor, gradient: Tensor) -> Tensor:

@@ -21,6 +21,13 @@ from qrt_calibrate.model.blocks import Block, Mlp, nest, nest_parameter
 from qrt_calibrate.model.mixture import Mixture
 from qrt_calibrate.model.norms import Norm, head_norm
 
+ATTENTION, MLP = 0, 1  # the blocks of a layer whose mlp reads what attention has added
+
+
+def blocks(arch: Arch) -> tuple[int | None, ...]:
+    """Return the parts of a layer that can run one after the other: two blocks, or None, the whole layer."""
+    return (None,) if arch.parallel else (ATTENTION, MLP)
+
 
 def _head_norms(arch: Arch) -> tuple[str, ...]:
     """Return the names of the norms over q and k that have weights."""
@@ -138,16 +145,21 @@ class ReferenceLayer(nn.Module):
     def _normed(self, name: str | None, x: Tensor) -> Tensor:
         return x if name is None else self.get_submodule(name)(x)
 
-    def forward(self, x: Tensor, at: Around) -> Tensor:
-        """x [B, T, H] -> [B, T, H]."""
+    def forward(self, x: Tensor, at: Around, block: int | None = None) -> Tensor:
+        """x [B, T, H] -> [B, T, H], by the whole layer or one of its `blocks`."""
         names, m = self._arch.names, self._arch.residual_scale
-        normed = self._normed(names.attention_in, x)
-        y = x + m * self._normed(names.attention_out, self.attend(normed, at))
-        if not self._arch.parallel:
-            normed = self._normed(names.mlp_in, y)
-        elif names.mlp_in != names.attention_in:
-            normed = self._normed(names.mlp_in, x)
-        return y + m * self._normed(names.mlp_out, self.feed(normed))
+        if self._arch.parallel:
+            normed = self._normed(names.attention_in, x)
+            y = x + m * self._normed(names.attention_out, self.attend(normed, at))
+            if names.mlp_in != names.attention_in:
+                normed = self._normed(names.mlp_in, x)
+            return y + m * self._normed(names.mlp_out, self.feed(normed))
+        if block != MLP:
+            attended = self.attend(self._normed(names.attention_in, x), at)
+            x = x + m * self._normed(names.attention_out, attended)
+        if block != ATTENTION:
+            x = x + m * self._normed(names.mlp_out, self.feed(self._normed(names.mlp_in, x)))
+        return x
 
 
 class Reference:

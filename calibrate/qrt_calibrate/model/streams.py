@@ -59,18 +59,27 @@ class Share:
         for own, *parts in zip(numbers, *(stream.split(self._batch) for stream in streams), strict=True):
             yield int(own[0]) // self._batch % 2, *parts
 
-    def advance(self, exact: Run, rounded: Run, windows: int) -> Tensor:
-        """Replace the hidden states by a layer's outputs, `windows` at a time.
+    def advance(self, stream: Tensor, run: Run, ahead: bool = False) -> None:
+        """Replace hidden states, `exact` or `rounded`, by a layer's outputs.
 
-        Returns [2, b * T] on the CPU, per token: the squared difference of the two, and the exact one's
-        square.
+        With `ahead` the windows that calibrate are behind the layer already. They run in the batches of
+        `batches`, because kernels may round by the batch.
         """
-        for stream, run in ((self.exact, exact), (self.rounded, rounded)):
-            for part in stream.split(windows):
+        first, rest = stream[: self.calibrating], stream[self.calibrating :]
+        parts = [] if ahead else [*first.split(self._batch)]
+        parts += rest.split(max(1, BATCH_TOKENS // stream.shape[1]))
+        for part in parts:
+            if len(part):
                 part.copy_(run(part))
+
+    def drift(self) -> Tensor:
+        """Return per token the squared difference of the two, and the exact one's square: [2, b * T].
+
+        The result is on the CPU.
+        """
         found = []
         for exact_part, rounded_part in zip(
-            self.exact.split(windows), self.rounded.split(windows), strict=True
+            self.exact.split(self._batch), self.rounded.split(self._batch), strict=True
         ):
             apart = (rounded_part - exact_part).square().sum(-1)
             found.append(torch.stack((apart, exact_part.square().sum(-1))).flatten(1).cpu())

@@ -42,6 +42,19 @@ def inputs_of(layer: nn.Module, names: Sequence[str], run: Callable[[], object])
     return [found[name] for name in names]
 
 
+def input_and_output(layer: nn.Module, name: str, run: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the input [T, K] of the submodule `name` while `run` runs `layer`, and what `run` returns."""
+    found: list[Tensor] = []
+    hook = layer.get_submodule(name).register_forward_pre_hook(
+        lambda module, arguments: found.append(arguments[0].flatten(0, -2))
+    )
+    try:
+        output = run()
+    finally:
+        hook.remove()
+    return found[0], output
+
+
 def norm_weights(stream: Tensor, eps: float) -> Tensor:
     """Return [T, 1]: the cost of a squared error in each token of `stream` [T, H] after RMSNorm.
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from qrt.quant.weight import WEIGHT_SCHEMES
-from qrt_calibrate.model.executor import BATCH_TOKENS, LayerExecutor
+from qrt_calibrate.model.executor import LayerExecutor
 from qrt_calibrate.model.streams import Share, Streams, drift_figures
 from qrt_calibrate.recipe.recipe import Grid
 from qrt_calibrate.rounding.fold import linear
@@ -23,13 +23,12 @@ class Windows:
 
     def __init__(self, executor: LayerExecutor, streams: Streams, ids: Tensor) -> None:
         self.executor, self.streams, self.ids = executor, streams, ids
-        self._batch = max(1, BATCH_TOKENS // streams.seqlen)
 
     @torch.no_grad()
     def advance(
         self, index: int, tensors: Mapping[str, Tensor], result: LayerResult, grids: Mapping[str, Grid]
-    ) -> dict[str, float]:
-        """Run the exact layer and the rounded one; return the report's figures of their outputs.
+    ) -> None:
+        """Run the exact layer and the rounded one.
 
         `tensors` belong to the exact layer, `result` and `grids` to the rounded one.
         """
@@ -40,21 +39,25 @@ class Windows:
                 round_input(linear(rounded, name))
         run = self.executor.run
 
-        def advance(share: Share, exact: nn.Module, rounded: nn.Module) -> Tensor:
-            return share.advance(partial(run, index, exact), partial(run, index, rounded), self._batch)
+        def advance(share: Share, exact: nn.Module, rounded: nn.Module) -> None:
+            share.advance(share.exact, partial(run, index, exact))
+            share.advance(share.rounded, partial(run, index, rounded))
 
-        return drift_figures(torch.cat(self.streams.each(advance, exact, rounded), 1))
+        self.streams.each(advance, exact, rounded)
+
+    def drift(self) -> dict[str, float]:
+        """Return the report's figures of how far the rounded states are from the exact ones."""
+        return drift_figures(torch.cat(self.streams.each(Share.drift), 1))
 
     @torch.no_grad()
     def run_again(self, layers: int, read: Callable[[int], LayerResult]) -> None:
         """Run the windows that evaluate through all `layers` rounded layers again; `read` returns each."""
-        hidden = {share: share.rounded[share.calibrating :] for share in self.streams.shares}
-        for share, own in hidden.items():
-            own.copy_(self.executor.embed(self.ids[share.numbers[share.calibrating :]]))
+        for share in self.streams.shares:
+            states = self.executor.embed(self.ids[share.numbers[share.calibrating :]])
+            share.rounded[share.calibrating :].copy_(states)
 
         def advance(share: Share, layer: nn.Module, index: int) -> None:
-            for part in hidden[share].split(self._batch):
-                part.copy_(self.executor.run(index, layer, part))
+            share.advance(share.rounded, partial(self.executor.run, index, layer), ahead=True)
 
         for index in range(layers):
             layer = self.executor.load(index, _stored(read(index), self.executor.device))

@@ -154,15 +154,16 @@ def _measure(
     spec, first = bench.arch.experts, linear(rounded, stage.parts[0])
     assert spec is not None
     inner = stage.parts[0] not in bench.arch.readers
-    names = [stage.norm, spec.module] if inner and stage.norm is not None else [spec.module]
     totals = (census.chosen + census.lacking).clamp(min=1).tolist()
     moments = {number: Moments(first.in_features, None, share.device) for number in some}
     picker = Picker(census, share.device)
     streams = (stream[: share.calibrating] for stream in (share.exact, share.rounded))
     for half, exact_hidden, hidden in share.batches(*streams):
-        x = bench.inputs(rounded, names, hidden)[-1]
-        *stream, exact_x = bench.inputs(exact, names, exact_hidden)
-        weights = norm_weights(stream[0], bench.eps) if stream else None
+        (x,) = bench.inputs(rounded, [spec.module], hidden)
+        (exact_x,) = bench.inputs(exact, [spec.module], exact_hidden)
+        weights = None
+        if inner and stage.norm is not None:
+            weights = norm_weights(exact_hidden.to(share.device).flatten(0, -2), bench.eps)
         tokens = picker.pick(mixture_of(rounded), x)
         both = [(mixture_of(layer), read) for layer, read in ((rounded, x), (exact, exact_x))]
         scores = [mixture.on_input(read) for mixture, read in both]

@@ -45,7 +45,8 @@ def output_error(bench: Bench, layer: nn.Module) -> float:
     It is relative to what the exact layer adds to its input, or to the input if it adds nothing.
     """
     root = norm_weights(bench.wanted, bench.eps).sqrt()
-    error = ((bench.run(layer) - bench.wanted) * root).norm()
-    added = ((bench.wanted - bench.sample) * root).norm()
-    size = added if added else (bench.sample * root).norm()
+    found = bench.executor.run(bench.index, layer, bench.start)
+    error = ((found - bench.wanted) * root).norm()
+    added = ((bench.wanted - bench.start) * root).norm()
+    size = added if added else (bench.start * root).norm()
     return float(error / size if size else error)

@@ -31,10 +31,11 @@ def gradient_moments(bench: Bench, stages: list[Parts]) -> dict[Parts, OutputMom
     return found
 
 
-def stage_moments(bench: Bench, stage: Stage) -> Moments:
+def stage_moments(bench: Bench, stage: Stage, ahead: bool = False) -> Moments:
     """Measure the moments of a stage's input over the calibration windows.
 
-    If its output is added to the residual stream, those of the stream are measured too.
+    If its output is added to the residual stream, those of the stream are measured too. With `ahead` the
+    exact stream's windows that calibrate go through the block; no stage of it may be measured afterwards.
     """
     arch, streams, reader = bench.arch, bench.streams, stage.parts[0]
     part = reader
@@ -43,7 +44,6 @@ def stage_moments(bench: Bench, stage: Stage) -> Moments:
     if arch.is_expert(reader):  # an expert sees only the tokens sent to it; the block sees all
         assert arch.experts is not None
         reader = arch.experts.module
-    before = [stage.norm] if closes and stage.norm is not None else []
     total, scale = streams.calibrating * streams.seqlen, arch.residual_scale
 
     def measure(share: Share, exact: nn.Module, rounded: nn.Module) -> Moments:
@@ -51,18 +51,23 @@ def stage_moments(bench: Bench, stage: Stage) -> Moments:
         moments = Moments(first.in_features, weight, share.device)
         hidden_states = (stream[: share.calibrating] for stream in (share.exact, share.rounded))
         for half, exact_hidden, hidden in share.batches(*hidden_states):
-            *stream, x = bench.inputs(rounded, [*before, reader], hidden)
-            *exact_stream, exact_x = bench.inputs(exact, [*before, reader], exact_hidden)
+            (x,) = bench.inputs(rounded, [reader], hidden)
+            if ahead:
+                exact_x, output = bench.through(exact, reader, exact_hidden)
+            else:
+                (exact_x,) = bench.inputs(exact, [reader], exact_hidden)
             both, weights = None, None
             if closes and stage.out_norm is not None:  # which divides a token by the size of this output
                 weights = norm_weights(linear(exact, part)(exact_x), bench.eps)
             elif closes:
-                behind = exact_stream[0]
+                stream, behind = (own.to(share.device).flatten(0, -2) for own in (hidden, exact_hidden))
                 if adds:
-                    both = stream[0] / scale, behind / scale
+                    both = stream / scale, behind / scale
                     behind = behind + scale * linear(exact, part)(exact_x)
                 weights = norm_weights(behind, bench.eps)
             moments.add(x, exact_x, total, half, both, weights)
+            if ahead:
+                exact_hidden.copy_(output)
         return moments
 
     moments, *others = streams.each(measure, bench.exact, bench.rounded)

@@ -17,7 +17,7 @@ from qrt.quant.weight import WEIGHT_SCHEMES, WeightData
 from qrt_calibrate.job.plan import Job
 from qrt_calibrate.model.executor import LayerExecutor
 from qrt_calibrate.model.streams import Streams
-from qrt_calibrate.recipe.recipe import Grid
+from qrt_calibrate.recipe.recipe import Grid, Recipe
 from qrt_calibrate.rounding.factor import Factor
 from qrt_calibrate.rounding.fold import linear
 from qrt_calibrate.rounding.observe import Moments
@@ -56,7 +56,7 @@ def quantize_layer(
     """Round every Linear of layer `index` that has a grid.
 
     `tensors` are the layer's as stored, named relative to it. A method that needs text also needs `executor`
-    and `streams`.
+    and `streams`, which it takes through the layer.
     """
     grids = job.layer_grids(index)
     if not job.recipe.rules.needs_text:
@@ -73,8 +73,7 @@ def quantize_layer(
         exact = {pair.source for pair in pairs if recipe.exact_folds or pair.source in steps}
         search = ScaleSearch(bench, pairs, recipe.rules.scales, exact, dtype)
         rounder = Rounder(recipe.rules, dtype, recipe.damping, figures)
-        all_experts = recipe.moe_calibrate_all_experts
-        done = LayerWork(bench, search, rounder, figures, all_experts).quantize(grids)
+        done = LayerWork(bench, search, rounder, figures, recipe).quantize(grids)
         return LayerResult(
             _finished(bench, done, tensors),
             _remaining(bench, grids, tensors),
@@ -86,10 +85,11 @@ class LayerWork:
     """The stages of one layer, each measured, folded and rounded."""
 
     def __init__(
-        self, bench: Bench, search: ScaleSearch, rounder: Rounder, figures: Figures, all_experts: bool
+        self, bench: Bench, search: ScaleSearch, rounder: Rounder, figures: Figures, recipe: Recipe
     ) -> None:
         self._bench, self._search, self._rounder, self._figures = bench, search, rounder, figures
-        self._all_experts = all_experts
+        self._all_experts = recipe.moe_calibrate_all_experts
+        self._exact_folds = recipe.exact_folds  # the folded exact copy computes the same bits
         self._done: dict[str, WeightData] = {}
 
     def quantize(self, grids: Mapping[str, Grid]) -> dict[str, WeightData]:
@@ -99,15 +99,20 @@ class LayerWork:
         # an expert's outputs have gradients only from the tokens sent to it
         shared = [stage.parts for stage in found if not arch.is_expert(stage.parts[0])]
         gradients = gradient_moments(bench, shared)
-        census = None
-        for stage in found:
-            if arch.is_expert(stage.parts[0]):
-                census = census or count_tokens(bench, self._all_experts)
-                self._quantize_experts(stage, census)
-            else:
-                self._quantize_stage(stage, stage_moments(bench, stage), gradients.pop(stage.parts, None))
-        if census is not None:
-            self._figures.notes |= census.figures()
+        for block in bench.blocks:
+            bench.enter(block)
+            census, ahead = None, False
+            for stage in (own := bench.within(found)):
+                if arch.is_expert(stage.parts[0]):
+                    census = census or count_tokens(bench, self._all_experts)
+                    self._quantize_experts(stage, census)
+                else:
+                    ahead = self._exact_folds and stage is own[-1]
+                    felt = gradients.pop(stage.parts, None)
+                    self._quantize_stage(stage, stage_moments(bench, stage, ahead), felt)
+            if census is not None:
+                self._figures.notes |= census.figures()
+            bench.leave(bench.exact if self._exact_folds else bench.load(), ahead)
         return self._done
 
     def _quantize_experts(self, stage: Stage, census: Census) -> None:

@@ -15,7 +15,7 @@ from qrt.model.stacks import part_rows
 from qrt.quant.weight import WEIGHT_SCHEMES, WeightData
 from qrt_calibrate.recipe.method import Scales
 from qrt_calibrate.rounding.factor import Factor
-from qrt_calibrate.rounding.fold import Pair, check_unchanged, divided
+from qrt_calibrate.rounding.fold import Pair, check_unchanged, divided, linear
 from qrt_calibrate.rounding.observe import Call, Moments, norm_weights, record_calls
 from qrt_calibrate.rounding.search import (
     ColumnCost,
@@ -48,7 +48,7 @@ class ScaleSearch:
         self._bench, self._scales, self._exact = bench, scales, exact
         self._pairs = {} if scales is Scales.NONE else {pair.readers[0]: pair for pair in reversed(pairs)}
         self._dtype = dtype
-        self._calls: dict[str, Call | None] = {}  # of the last block that was asked for
+        self._calls: dict[tuple[int | None, str], Call | None] = {}  # of what was asked for last
 
     def has(self, stage: Stage) -> bool:
         """Whether scales can be folded into the input of `stage`."""
@@ -86,8 +86,10 @@ class ScaleSearch:
             return None
         for one in (pair, rounded):
             one.fold(scales)
+        bench.store(smooth.source)
         if smooth.source in done:  # rounded already: dividing the scales of its rows divides the rows
             done[smooth.source] = _divided(done[smooth.source], scales, pair.rows)
+            linear(bench.rounded, smooth.source).weight.copy_(done[smooth.source].dequantize())
         moments.divide(pair.spread(scales))
         return smooth
 
@@ -132,27 +134,21 @@ class ScaleSearch:
 
     def _call(self, block: str) -> Call | None:
         """Return the call of `block` on the sample; those of all experts' Linears are recorded at once."""
-        if block not in self._calls:
-            experts = [name for name in self._bench.arch.projections if self._bench.arch.is_expert(name)]
+        bench = self._bench
+        if (bench.block, block) not in self._calls:
+            experts = [name for name in bench.arch.projections if bench.arch.is_expert(name)]
             names = experts if block in experts else [block]
-            exact = self._bench.exact
-            found = record_calls(exact, names, lambda: self._bench.run(exact))
-            self._calls = {name: found.get(name) for name in names}
-        return self._calls[block]
+            found = record_calls(bench.exact, names, lambda: bench.run(bench.exact))
+            self._calls = {(bench.block, name): found.get(name) for name in names}
+        return self._calls[bench.block, block]
 
     def _sample_weights(self, stage: Stage, output: Tensor) -> Tensor:
         """Return [T, 1]: the cost of a squared error in each token of the sample, as the next norm sees it.
 
         The error is in `output` [b, T, H], that of the stage's block, and then in the stream behind it.
         """
-        bench, names = self._bench, self._bench.arch.names
-        if stage.out_norm is not None:
-            behind = output.flatten(0, -2)
-        elif stage.in_attention and names.mlp_in is not None and not bench.arch.parallel:
-            (behind,) = bench.inputs(bench.exact, [names.mlp_in])
-        else:
-            behind = bench.wanted.flatten(0, -2)
-        return norm_weights(behind, bench.eps)
+        behind = self._bench.wanted if stage.out_norm is None else output
+        return norm_weights(behind.flatten(0, -2), self._bench.eps)
 
     def _is_exact(self, pair: Pair, source: WeightData | None, scales: Tensor) -> bool:
         """Whether the model dtype holds the source after the fold (fp16 can underflow)."""

@@ -79,9 +79,9 @@ def test_expected_time_is_parts_times_their_count(llama, make_checkpoint, monkey
     assert expected(method="rtn", eval_samples=3) - rounded == pytest.approx((2 * 2 + 1) * 3)
     gptq, awq, yaqa = (expected(method=name, eval_samples=0) for name in ("gptq", "awq-gptq", "awq-yaqa"))
     folds = len(read_arch({"architectures": ["LlamaForCausalLM"]}, "model").smooth)
-    # 20 candidates of scales, a Hessian factorized again by each of four stacks, a check of each fold
+    # 20 candidates of scales, a Hessian factorized again by each of four stacks, a check of each fold's block
     again = 2 * sum(columns**3 / min(columns, duration.ORDER) ** 3 for columns in (128, 256, 128, 256))
-    assert gptq > 2 * rounded and awq - gptq == pytest.approx(20 * rounded + again + 2 * folds * 4)
+    assert gptq > 2 * rounded and awq - gptq == pytest.approx(20 * rounded + again + 2 * folds / 2 * 4)
     # four windows through both layers once forth, twice forth and back, with moments of outputs, and the head
     assert yaqa - awq > (2 * 3 + 1) * 4
     tuned = expected(method="awq-yaqa", eval_samples=0, tune=10)
