@@ -36,6 +36,12 @@ def test_a_tokenizer_loads_without_transformers():
     assert run(f"{code} print({{'torch', 'transformers'}} & set(sys.modules))").strip() == "set()"
 
 
+def test_calibration_begins_without_transformers():
+    """It reads a tokenizer and a text; only training, and mixtures of experts, take what transformers has."""
+    code = "import sys, qrt_calibrate.api, qrt_calibrate.pipeline; print('transformers' in sys.modules)"
+    assert run(code).strip() == "False"
+
+
 def test_dir_lists_names_that_are_not_loaded_yet():
     code = "import sys, qrt; print(set(qrt.__all__) <= set(dir(qrt)), 'torch' in sys.modules)"
     assert run(code).strip() == "True False"

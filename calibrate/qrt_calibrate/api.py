@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qrt.errors import ConfigError
 from qrt_calibrate.job.plan import source_folder
@@ -19,6 +18,9 @@ from qrt_calibrate.model.devices import devices_of
 from qrt_calibrate.pipeline import calibrate as run
 from qrt_calibrate.recipe.recipe_file import recipe_of
 from qrt_calibrate.report.report import Report
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase  # which takes seconds
 
 _FOLDERS: list[tempfile.TemporaryDirectory[str]] = []  # made by `quantize`, removed when the process ends
 

@@ -33,7 +33,6 @@ from qrt_calibrate.steps.sensitivity import gradient_windows, loss_gradients
 from qrt_calibrate.steps.written import REST, TUNED, Written, label
 from qrt_calibrate.text.text import Calibration, calibration
 from qrt_calibrate.tuning.training import check_room
-from qrt_calibrate.tuning.tune import tune
 
 
 def calibrate(model: str | Path, recipe: Recipe, out: Path, *devices: torch.device) -> Report:
@@ -186,6 +185,8 @@ class Run:
         """
         if not self._job.recipe.tune:
             return None
+        from qrt_calibrate.tuning.tune import tune  # here, because transformers takes seconds
+
         assert self._windows is not None
         streams, ids = self._windows.streams, self._windows.ids
         for share in streams.shares:

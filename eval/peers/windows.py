@@ -11,7 +11,8 @@ from pathlib import Path
 from record import WINDOWS
 from safetensors.torch import save_file
 
-from qrt_calibrate.text.text import cut_windows, load_tokenizer, read_texts
+from qrt.text.tokenizer import Tokenizer
+from qrt_calibrate.text.text import cut_windows, read_texts
 
 
 def main() -> None:
@@ -24,12 +25,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", required=True, type=Path, help="folder to make")
     flags = parser.parse_args()
-    tokenizer = load_tokenizer(flags.model)
+    tokenizer = Tokenizer(flags.model)
     texts, _ = read_texts(flags.calib, tokenizer)
     windows = cut_windows(texts, tokenizer, flags.n_samples, flags.seqlen, flags.seed)
     flags.out.mkdir()
     save_file({"ids": windows}, flags.out / WINDOWS)
-    (flags.out / "windows.txt").write_text("".join(tokenizer.decode(ids) for ids in windows))
+    (flags.out / "windows.txt").write_text("".join(tokenizer.decode(ids.tolist(), False) for ids in windows))
 
 
 if __name__ == "__main__":

@@ -211,6 +211,11 @@ class Tokenizer:
             return bytes(BYTE_CHARACTERS[character] for character in token)
         return text.encode()
 
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether the checkpoint has a chat template, or several."""
+        return bool(self._chat_template)
+
     def chat_template(self, text: str | None = None, tools: bool = False) -> str | None:
         """Return `text`, or the checkpoint's template (the one for tools if it has two); None without one."""
         own = self._chat_template

@@ -12,6 +12,7 @@ from outliers import Profile, make_hard
 
 import qrt
 from qrt.quant.checkpoint import open_checkpoint
+from qrt.text.tokenizer import Tokenizer
 from qrt_calibrate import cli, hub, pipeline
 from qrt_calibrate.recipe.recipe import grid_of
 from qrt_calibrate.rounding import search
@@ -102,8 +103,7 @@ def test_grids(run, llama, tmp_path, flags, folder, scheme):
 
 def test_round_to_nearest_reads_text_only_to_measure(llama, calib, tmp_path, monkeypatch, capsys):
     read = []
-    load = text.load_tokenizer
-    monkeypatch.setattr(text, "load_tokenizer", lambda folder: read.append(folder) or load(folder))
+    monkeypatch.setattr(text, "Tokenizer", lambda folder: read.append(folder) or Tokenizer(folder))
     words = ["--model", str(llama), "--method", "rtn", "--seqlen", "64", "--calib"]
 
     def report(name, *flags):

@@ -6,12 +6,13 @@ import pytest
 import torch
 from outliers import Profile, make_hard
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from qrt.errors import CheckpointError
 from qrt.quant import progressive
 from qrt.quant.checkpoint import open_checkpoint
 from qrt.quant.spec import Granularity, QuantSpec
+from qrt.text.tokenizer import Tokenizer
 from qrt_calibrate import cli
 from qrt_calibrate.pipeline import calibrate
 from qrt_calibrate.recipe.recipe import Recipe
@@ -84,7 +85,7 @@ def test_the_reported_error_is_that_of_the_written_weights(hard, calib, tmp_path
     report = calibrate(str(hard), recipe(calib, eval_samples=0), tmp_path / "out", CPU)
     exact = AutoModelForCausalLM.from_pretrained(hard, dtype=torch.float32).model
     quantized = by_hand(hard, tmp_path / "out").model
-    windows = cut_windows([calib.read_text()], AutoTokenizer.from_pretrained(hard), 8, 64, seed=0)
+    windows = cut_windows([calib.read_text()], Tokenizer(hard), 8, 64, seed=0)
     hidden = F.embedding(windows, exact.embed_tokens.weight)
     for index, layer in enumerate(report.layers):
         rope = exact.rotary_emb(hidden, torch.arange(64)[None])
@@ -126,7 +127,7 @@ def test_the_reported_cost_is_that_of_what_transformers_loads(hard, calib, tmp_p
     ):
         plan = recipe(calib, scheme=scheme, spec=spec, method=method, eval_samples=2)
         cost = calibrate(str(hard), plan, tmp_path / scheme, CPU).cost
-        windows = cut_windows([calib.read_text()], AutoTokenizer.from_pretrained(hard), 10, 64, seed=0)[8:]
+        windows = cut_windows([calib.read_text()], Tokenizer(hard), 10, 64, seed=0)[8:]
         models = (hard, tmp_path / scheme)
         p, q = (
             AutoModelForCausalLM.from_pretrained(m, dtype=torch.float32)(windows)

@@ -15,7 +15,6 @@ from transformers import AutoTokenizer
 import small_tokenizers
 from qrt.errors import CheckpointError, ConfigError, UnsupportedError
 from qrt.text.tokenizer import Tokenizer
-from qrt_calibrate.text.text import load_tokenizer
 
 MESSAGES = [{"role": "user", "content": "the dog 🎉"}]
 
@@ -78,10 +77,10 @@ def test_tokenizer_json_is_loaded_unchanged(folder, named, tmp_path):
     own = {**json.loads(path.read_text()), **(own if named == "OwnTokenizer" else {"tokenizer_class": named})}
     path.write_text(json.dumps(own))
     truth = tokenizers.Tokenizer.from_file(str(copy / "tokenizer.json"))
-    serving, calibrating = Tokenizer(copy), load_tokenizer(copy)
+    serving, other = Tokenizer(copy), Tokenizer(copy).hf
     for text in small_tokenizers.TEXT:
         ids = truth.encode(text).ids
-        assert serving.encode(text) == calibrating.encode(text) == ids
+        assert serving.encode(text) == other.encode(text) == ids
         assert serving.decode(ids) == truth.decode(ids)
 
 

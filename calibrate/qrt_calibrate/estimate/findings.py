@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from transformers.conversion_mapping import get_checkpoint_conversion_mapping
-from transformers.core_model_loading import MergeModulelist
-
 from qrt.quant.weight import WEIGHT_SCHEMES
 from qrt_calibrate.estimate.sizes import gigabytes, stored_bytes
 from qrt_calibrate.job.plan import Job
@@ -110,6 +107,9 @@ def _runs(scheme: str) -> str:
 
 def _stacks(config: Mapping[str, Any]) -> bool:
     """Return whether transformers reads experts that are stored one by one, and stacks them."""
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping  # takes seconds
+    from transformers.core_model_loading import MergeModulelist
+
     nested = config.get("text_config")
     kinds = [part.get("model_type") for part in (config, nested) if isinstance(part, dict)]
     conversions = [own for kind in kinds if kind for own in get_checkpoint_conversion_mapping(kind) or ()]

@@ -11,7 +11,7 @@ from qrt.quant.weight import WeightData
 from qrt_calibrate.job.plan import Job
 from qrt_calibrate.rounding.rtn import for_writer
 from qrt_calibrate.steps.layer import LayerResult
-from qrt_calibrate.tuning.tune import Tuned, is_tuned_norm
+from qrt_calibrate.tuning.parameters import Tuned, is_tuned_norm
 
 REST = "rest"  # the step that ends with what is outside the layers written
 TUNED = "tuned"  # the step that ends with trained codes, scales and norms written

@@ -14,14 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from qrt import hub
 from qrt.errors import CheckpointError, ConfigError
 from qrt.text.data.files import find_files, is_known
 from qrt.text.data.rows import Row, read_rows
 from qrt.text.data.texts import Render, Texts
-from qrt.text.loading import load_transformers
 from qrt.text.tokenizer import Tokenizer
 from qrt_calibrate.recipe.recipe import Recipe
 from qrt_calibrate.text.windows import choose_windows
@@ -66,7 +64,7 @@ class Source:
 
 def calibration(recipe: Recipe, folder: Path) -> Calibration:
     """Cut the windows that a recipe asks for, with the tokenizer of the checkpoint in `folder`."""
-    tokenizer = load_tokenizer(folder)
+    tokenizer = Tokenizer(folder)
     source = open_source(recipe.calib, recipe.seed)
     shape = {"n_samples": recipe.windows[0], "seqlen": recipe.seqlen, "seed": recipe.seed}
     found = choose_windows(
@@ -83,7 +81,7 @@ def calibration(recipe: Recipe, folder: Path) -> Calibration:
     )
 
 
-def read_texts(calib: str | None, tokenizer: PreTrainedTokenizerBase | None) -> tuple[list[str], str]:
+def read_texts(calib: str | None, tokenizer: Tokenizer | None) -> tuple[list[str], str]:
     """Return all texts of some calibration data, and the data's name."""
     source = open_source(calib, seed=0)
     texts = Texts(_render(tokenizer))
@@ -96,9 +94,7 @@ def read_texts(calib: str | None, tokenizer: PreTrainedTokenizerBase | None) -> 
     return found, source.name
 
 
-def cut_windows(
-    texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, count: int, seqlen: int, seed: int
-) -> Tensor:
+def cut_windows(texts: Sequence[str], tokenizer: Tokenizer, count: int, seqlen: int, seed: int) -> Tensor:
     """Return token ids int64 [count, seqlen] of windows of the texts; see `choose_windows`."""
     rows = [Row(text, "the texts", number) for number, text in enumerate(texts, 1)]
     return choose_windows(lambda: rows, None, tokenizer, count, seqlen, seed).ids
@@ -134,12 +130,11 @@ def _say_left_out(source: Source, texts: Texts) -> None:
         logger.warning("--calib: %s", note)
 
 
-def _render(tokenizer: PreTrainedTokenizerBase | None) -> Render | None:
+def _render(tokenizer: Tokenizer | None) -> Render | None:
     """Return the function that renders a conversation as the server does; None without a chat template."""
-    if tokenizer is None or not tokenizer.chat_template:
+    if tokenizer is None or not tokenizer.has_chat_template:
         return None
-    wrapped = Tokenizer.of(tokenizer)
-    return lambda messages, tools: wrapped.render_chat(messages, tools=tools or None)
+    return lambda messages, tools: tokenizer.render_chat(messages, tools=tools or None)
 
 
 def _dataset(name: str, seed: int) -> Iterator[Any]:
@@ -189,9 +184,3 @@ def _docstrings(node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFun
     for child in node.body:
         if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             yield from _docstrings(child)
-
-
-def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """Load the checkpoint's own tokenizer, as the server does."""
-    tokenizer: PreTrainedTokenizerBase = load_transformers(folder)
-    return tokenizer

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from qrt.errors import ConfigError
 from qrt.text.data.rows import Row, pieces
 from qrt.text.data.texts import Render, Texts
+from qrt.text.tokenizer import Tokenizer
 from qrt_calibrate.text.sample import Sample, take
 
 SMALL = 2**22  # characters; smaller data are used whole, which takes some seconds
@@ -46,7 +46,7 @@ class Windows:
 def choose_windows(
     read: Read,
     render: Render | None,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     count: int,
     seqlen: int,
     seed: int,
@@ -60,7 +60,7 @@ def choose_windows(
     read     returns the rows; each call begins with the first one
     remote   whether reading is expensive: then only the first rows are sampled
     """
-    bos = [tokenizer.bos_token_id] if tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id else []
+    bos = [first for first in tokenizer.encode("a")[:1] if first == tokenizer.bos_token_id]
     width = seqlen - len(bos)
     budget = max(SMALL, CHARACTERS * count * seqlen)
     while True:
@@ -103,15 +103,14 @@ def _too_short(got: int, count: int, width: int, seqlen: int, texts: Texts) -> s
     )
 
 
-def _pack(texts: Iterable[tuple[str, bool]], tokenizer: PreTrainedTokenizerBase) -> tuple[Tensor, str]:
+def _pack(texts: Iterable[tuple[str, bool]], tokenizer: Tokenizer) -> tuple[Tensor, str]:
     """Return token ids int32 [tokens] of the texts, joined by blank lines, and their sha256."""
     ids = array("i")
     sha256 = hashlib.sha256()
     for batch in _batches(_joined(texts)):
         for piece in batch:
             sha256.update(piece.encode())
-        encoded = tokenizer(batch, add_special_tokens=False, return_attention_mask=False, verbose=False)
-        for found in encoded["input_ids"]:
+        for found in tokenizer.encode_all(batch, add_special_tokens=False):
             ids.extend(found)
     tokens = torch.frombuffer(ids, dtype=torch.int32) if ids else torch.empty(0, dtype=torch.int32)
     return tokens, sha256.hexdigest()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -11,6 +11,26 @@ from qrt.quant.weight import WeightData
 
 CODE_RATE, SCALE_RATE = 1e-2, 1e-3  # largest steps: in codes, and relative to a scale or a norm's weight
 BETAS = (0.9, 0.95)
+
+
+def is_tuned_norm(name: str) -> bool:
+    """Whether a tensor of a layer is a norm that is trained with the Linears."""
+    return name.endswith("norm.weight")
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The result of training; names are full.
+
+    linears             trained Linears, without biases
+    norms               trained norms
+    kl_first, kl_last   mean KL per token of the drawn text, in nats, over the first and last tenth of steps
+    """
+
+    linears: dict[str, WeightData]
+    norms: dict[str, Tensor]
+    kl_first: float
+    kl_last: float
 
 
 class TunedWeight:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -24,32 +23,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from qrt.quant.weight import WeightData
 from qrt_calibrate.tuning.drawing import cut_windows, drawn_windows
-from qrt_calibrate.tuning.parameters import TunedNorm, TunedWeight
+from qrt_calibrate.tuning.parameters import Tuned, TunedNorm, TunedWeight, is_tuned_norm
 from qrt_calibrate.tuning.training import MICRO_TOKENS, Training
 
 TEXT_SHARE = 0.01  # the calibration text's share of the loss
 TEXT_TOKENS = 1 << 18  # with less text the share is smaller in proportion, so that the text is not learned
 WARMUP = 10  # steps
-
-
-def is_tuned_norm(name: str) -> bool:
-    """Whether a tensor of a layer is a norm that is trained with the Linears."""
-    return name.endswith("norm.weight")
-
-
-@dataclass(frozen=True)
-class Tuned:
-    """The result of training; names are full.
-
-    linears             trained Linears, without biases
-    norms               trained norms
-    kl_first, kl_last   mean KL per token of the drawn text, in nats, over the first and last tenth of steps
-    """
-
-    linears: dict[str, WeightData]
-    norms: dict[str, Tensor]
-    kl_first: float
-    kl_last: float
 
 
 def tune(

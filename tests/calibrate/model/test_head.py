@@ -12,6 +12,7 @@ import qrt
 from qrt.errors import ConfigError
 from qrt.quant import affine
 from qrt.quant.checkpoint import open_checkpoint
+from qrt.text.tokenizer import Tokenizer
 from qrt_calibrate import cli, pipeline
 from qrt_calibrate.estimate.preflight import preflight
 from qrt_calibrate.job.plan import plan
@@ -132,7 +133,7 @@ def test_the_reported_cost_is_that_with_the_rounded_head(rough, calib, scheme, t
         for bits in (16, 8)
     ]
     truth = by_hand(rough, tmp_path / "8", scheme == "w8a8")
-    windows = cut_windows([calib.read_text()], AutoTokenizer.from_pretrained(rough), 4, 64, seed=0)
+    windows = cut_windows([calib.read_text()], Tokenizer(rough), 4, 64, seed=0)
     exact = AutoModelForCausalLM.from_pretrained(rough, dtype=torch.float32)
     p, q = (model(windows).logits[:, :-1].log_softmax(-1) for model in (exact, truth))
     assert costs[1].kl == pytest.approx(float((p.exp() * (p - q)).sum(-1).mean()), rel=0.03)

@@ -7,11 +7,10 @@ import textwrap
 
 import pytest
 import torch
-from transformers import AutoTokenizer
 
-from qrt.assets import model_path
 from qrt.errors import CheckpointError, ConfigError
-from qrt_calibrate.text.text import cut_windows, docstrings, load_tokenizer, read_texts
+from qrt.text.tokenizer import Tokenizer
+from qrt_calibrate.text.text import cut_windows, docstrings, read_texts
 
 
 def test_docstrings_in_order_and_without_tests(tmp_path):
@@ -54,16 +53,17 @@ class Plain:
     def __init__(self, tokenizer, bos):
         self._tokenizer, self.bos_token_id, self._bos = tokenizer, tokenizer.bos_token_id, bos
 
-    def __call__(self, text, add_special_tokens=True, **options):
-        ids = self._tokenizer(text, add_special_tokens=False, **options)["input_ids"]
-        if isinstance(text, list):
-            return {"input_ids": ids}
-        return {"input_ids": [self.bos_token_id] * (self._bos and add_special_tokens) + ids}
+    def encode(self, text):
+        return [self.bos_token_id] * self._bos + self._tokenizer.encode(text, False)
+
+    def encode_all(self, texts, add_special_tokens):
+        assert not add_special_tokens
+        return self._tokenizer.encode_all(texts, False)
 
 
 @pytest.mark.parametrize("bos", [True, False])
 def test_windows(bos, llama):
-    tokenizer = AutoTokenizer.from_pretrained(llama)
+    tokenizer = Tokenizer(llama)
     text = "".join(f"{number:03d}" for number in range(1000))  # every 3 tokens are unique
     windows = cut_windows([text], Plain(tokenizer, bos), count=50, seqlen=30 + bos, seed=3)
     assert windows.shape == (50, 30 + bos) and windows.dtype == torch.int64
@@ -87,16 +87,16 @@ def test_a_folder_of_texts_and_rows(tmp_path, caplog):
     (tmp_path / "ignored.py").write_text("code")
     rows = ['"a string"', '{"text": "a text"}', "", '{"messages": [{"role": "user", "content": "hi"}]}']
     (tmp_path / "sub/c.jsonl").write_text("\n".join(rows))
-    tokenizer = load_tokenizer(model_path("tiny"))
+    tokenizer = Tokenizer("tiny")
     *plain, chat = read_texts(str(tmp_path), tokenizer)[0]
     assert plain == ["first", "second", "a string", "a text"]
-    assert chat == tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
+    assert chat == tokenizer.hf.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
     assert caplog.messages == [f"--calib: {tmp_path.name}: files left out: .py (1)"]
 
 
 def test_chats_are_written_by_the_models_template(tmp_path):
     """Chats in OpenAI's form, in parts and in ShareGPT's form all render as transformers renders them."""
-    tokenizer, path = load_tokenizer(model_path("tiny")), tmp_path / "c.jsonl"
+    tokenizer, path = Tokenizer("tiny"), tmp_path / "c.jsonl"
     said = [("system", "Be brief."), ("user", "How many?"), ("assistant", "Seven.")]
     names = {"user": "human", "assistant": "gpt"}
     parts = [(role, [{"type": "text", "text": text}]) for role, text in said]
@@ -106,13 +106,13 @@ def test_chats_are_written_by_the_models_template(tmp_path):
         {"conversations": [{"from": names.get(role, role), "value": text} for role, text in said]},
     ]
     path.write_text("\n".join(map(json.dumps, rows)))
-    wanted = tokenizer.apply_chat_template(rows[0]["messages"], tokenize=False)
+    wanted = tokenizer.hf.apply_chat_template(rows[0]["messages"], tokenize=False)
     assert read_texts(str(path), tokenizer)[0] == [wanted] * 3
     assert all(text in wanted for _, text in said)
 
 
 def test_rows_that_are_left_out_are_counted(tmp_path, caplog):
-    tokenizer, path = load_tokenizer(model_path("tiny")), tmp_path / "c.jsonl"
+    tokenizer, path = Tokenizer("tiny"), tmp_path / "c.jsonl"
     said = {"messages": [{"role": "user", "content": "How many?"}]}
     empty = [{"conversations": []}, {"messages": [], "prompt": "unsaid"}, {"messages": None}]
     rows = [empty[0], said, *empty[1:], {"messages": None, "text": "a text"}, {"text": None}]
@@ -176,5 +176,5 @@ def test_a_dataset_that_cannot_be_read_is_one_line(monkeypatch):
 def test_no_tokenizer(llama, tmp_path):
     (tmp_path / "config.json").write_bytes((llama / "config.json").read_bytes())
     with pytest.raises(CheckpointError, match="no usable tokenizer") as error:
-        load_tokenizer(tmp_path)
+        Tokenizer(tmp_path)
     assert "\n" not in str(error.value) and "one of" not in str(error.value)

@@ -5,13 +5,12 @@ import json
 import pytest
 import torch
 
-from qrt.assets import model_path
 from qrt.errors import ConfigError
 from qrt.text.data.rows import Row
+from qrt.text.tokenizer import Tokenizer
 from qrt_calibrate import cli
 from qrt_calibrate.text import text, windows
 from qrt_calibrate.text.sample import take
-from qrt_calibrate.text.text import load_tokenizer
 from qrt_calibrate.text.windows import choose_windows
 
 
@@ -80,7 +79,7 @@ def test_a_text_ends_where_its_next_piece_is_not_taken():
 
 @pytest.fixture(scope="module")
 def tiny():
-    return load_tokenizer(model_path("tiny"))
+    return Tokenizer("tiny")
 
 
 def choose(data, tokenizer, count=4, seqlen=16, seed=0, **options):
@@ -97,7 +96,7 @@ def words(count):
 def test_windows_are_of_the_whole_text_tokenized_at_once(tiny):
     """The windows come in the order that `randperm` gives to all of them."""
     data = words(300)
-    ids = tiny("\n\n".join(row.value for row in data), add_special_tokens=False)["input_ids"]
+    ids = tiny.hf("\n\n".join(row.value for row in data), add_special_tokens=False)["input_ids"]
     slots = torch.tensor(ids[: len(ids) // 15 * 15]).view(-1, 15)
     order = torch.randperm(len(slots), generator=torch.Generator().manual_seed(5))
     found = choose(data, tiny, count=40, seed=5)
@@ -107,8 +106,8 @@ def test_windows_are_of_the_whole_text_tokenized_at_once(tiny):
 
 def test_a_window_that_begins_with_a_chat_has_one_bos(tiny):
     """The template wrote the BOS already; the window is as long as all others."""
-    data = [Row(f"{tiny.bos_token}{row.value}", "a", number) for number, row in enumerate(words(300))]
-    ids = tiny("\n\n".join(row.value for row in data), add_special_tokens=False)["input_ids"]
+    data = [Row(f"{tiny.hf.bos_token}{row.value}", "a", number) for number, row in enumerate(words(300))]
+    ids = tiny.hf("\n\n".join(row.value for row in data), add_special_tokens=False)["input_ids"]
     found = choose(data, tiny, count=len(ids) // 15 - 1)
     assert (found.ids[:, 0] == tiny.bos_token_id).all() and not (found.ids[:, 1] == tiny.bos_token_id).any()
     assert found.ids[:, 2:].eq(tiny.bos_token_id).any(), "chats begin inside windows, too"
