@@ -108,28 +108,32 @@ def _against(result: Result) -> str:
 
 
 def latencies(results: list[Result]) -> str:
-    """Return a row per model, KV format, batch and prompt length.
+    """Return a row per model, KV format, batch and prompt length; of several results the newest.
 
     Rows that qrt is compared with carry their own name. "GPU waits" is the share of the time between decode
     steps in which the GPU has nothing to do.
     """
-    rows = []
+    newest: dict[tuple[str, str], dict[tuple[int, int], tuple[str, tuple[str, ...]]]] = {}
     for result in results:
         for row in result.get("rows", ()):
             by = f", {row['by']}" if "by" in row else ""
             ranks = result.get("arguments", {}).get("tensor_parallel_size", 1)
             by += f", {ranks} GPUs" if ranks > 1 else ""
-            rows.append(
-                (
-                    f"{result['model']} {row.get('weights', result['weights'])}{by}",
-                    row.get("kv", result["kv"]),
-                    f"{row['batch']} x {row['input_len']:,}",
-                    f"{row['prefill_tokens_per_s']:,.0f}",
-                    f"{row['decode_ms_per_step']:.2f}",
-                    f"{row['floor_ms']:.2f}" if row["floor_ms"] else "",
-                    f"{100 * row['host_gap']:.2f} %" if row.get("host_gap") is not None else "",
-                )
+            what = (
+                f"{result['model']} {row.get('weights', result['weights'])}{by}",
+                row.get("kv", result["kv"]),
             )
+            sizes = newest.setdefault(what, {})
+            values = (
+                f"{row['batch']} x {row['input_len']:,}",
+                f"{row['prefill_tokens_per_s']:,.0f}",
+                f"{row['decode_ms_per_step']:.2f}",
+                f"{row['floor_ms']:.2f}" if row["floor_ms"] else "",
+                f"{100 * row['host_gap']:.2f} %" if row.get("host_gap") is not None else "",
+            )
+            size = row["batch"], row["input_len"]
+            sizes[size] = max(sizes.get(size, ("", ())), (result.get("date", ""), values))
+    rows = [what + sizes[size][1] for what, sizes in newest.items() for size in sorted(sizes)]
     head = ("model", "KV", "batch x prompt", "prefill tokens/s", "decode ms/step", "floor ms", "GPU waits")
     return table(head, rows)
 
@@ -251,10 +255,15 @@ def kernels(results: list[Result]) -> list[str]:
         cells.setdefault(op, {}).setdefault(what, {})[row["at"]] = text
     tables = []
     for op, lines in cells.items():
-        sizes = list(dict.fromkeys(at for line in lines.values() for at in line))
+        sizes = sorted({at for line in lines.values() for at in line}, key=_numbers)
         body = ((what, *(line.get(at, "") for at in sizes)) for what, line in lines.items())
         tables.append(table((f"{op}, us (floor)", *sizes), body))
     return tables
+
+
+def _numbers(text: str) -> list[int]:
+    """Return the numbers in a text, to sort by."""
+    return [int(digits) for digits in re.findall(r"\d+", text)]
 
 
 def report(folder: Path) -> str:

@@ -172,3 +172,18 @@ def test_each_device_has_its_own_tables(tmp_path):
         "| m w4a16 | int8 | 1 x 8 | 10 | 2.00 | 1.00 |  |",
         "| m bf16, transformers | bf16 | 1 x 8 | 10 | 2.00 | 1.00 |  |",
     ]  # fmt: skip
+
+
+def test_of_several_results_of_a_step_the_newest_is_shown():
+    def result(date, *steps):
+        same = {"input_len": 8, "prefill_tokens_per_s": 10, "floor_ms": 1}
+        rows = [{"batch": batch, "decode_ms_per_step": ms, **same} for batch, ms in steps]
+        return {"model": "m", "weights": "w4a16", "kv": "int8", "date": date, "rows": rows}
+
+    results = [result("2026-02-01", (16, 3), (1, 2)), result("2026-01-01", (16, 5), (4, 4))]
+    lines = tables.latencies(results).splitlines()[2:]
+    assert [line.split(" | ")[2:5:2] for line in lines] == [
+        ["1 x 8", "2.00"],
+        ["4 x 8", "4.00"],
+        ["16 x 8", "3.00"],
+    ]
