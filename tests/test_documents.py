@@ -85,10 +85,10 @@ def test_readme_numbers_are_those_of_the_result_files():
         (cell["weights"], cell["kv"]): cell["max_concurrent_requests"]
         for cell in recorded("h200/sweep_llama-3-8b")["cells"]
     }
-    (load,) = recorded("h200/throughput_8b_w8a8_int8_head8_sharegpt")["loads"]
+    (load,) = recorded("h200/throughput_8b_w4a8_int4_head8_sharegpt")["loads"]
     plain, int4 = (
         next(row for row in recorded(f"h200/latency_8b_{name}")["rows"] if row["batch"] == 64)
-        for name in ("bf16", "w4a16_int8")
+        for name in ("bf16", "w4a8_int4")
     )
     agreement = {run["kv"]: run["top1_agreement"] for run in recorded("cpu/kld_wikitext_smollm2")["runs"]}
     tools = {
