@@ -51,6 +51,8 @@ class ThreadServer:
         server = ServerConfig(**{"model_names": ("tiny", "alias"), "api_keys": (KEY,), **settings})
         self.service = Service(ThreadClient(Router(self.engine)), self.tokenizer, server)
         self.listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
+        # as uvloop sets it for qrt-serve; a reply's second part would wait 40 ms for the client's ACK
+        self.listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.port = self.listener.getsockname()[1]
         self.server = HttpServer(create_app(self.service), self.service)
         self.thread = threading.Thread(target=self._run, daemon=True)
