@@ -30,19 +30,16 @@ def windows_of(tokenizer):
 
 
 @torch.no_grad()
-def perplexity(folder):
-    """Of the model that transformers loads from `folder`, in fp32."""
-    windows = windows_of(AutoTokenizer.from_pretrained(folder).backend_tokenizer.to_str())
+def losses(folder, windows):
+    """Of the first windows, by the model that transformers loads from `folder`, in fp32."""
+    some = windows_of(AutoTokenizer.from_pretrained(folder).backend_tokenizer.to_str())[:windows]
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    losses = [
-        F.cross_entropy(model(window[None]).logits[0, :-1], window[1:], reduction="sum") for window in windows
-    ]
-    return math.exp(sum(map(float, losses)) / (WINDOWS * (WINDOW - 1)))
+    return [float(F.cross_entropy(model(window[None]).logits[0, :-1], window[1:])) for window in some]
 
 
 @pytest.fixture(scope="module")
 def exact():
-    return perplexity(TINY)
+    return losses(TINY, WINDOWS)
 
 
 @pytest.fixture(scope="module")
@@ -55,14 +52,15 @@ def text_file(default_text, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def cost(exact, text_file, tmp_path_factory):
-    """cost(model, "--bits", "4", ...) -> relative growth of the perplexity."""
+    """cost(model, "--bits", "4", ...) -> relative growth of the perplexity on the first windows."""
 
-    def measure(model, *flags, samples=8):
+    def measure(model, *flags, samples=8, windows=WINDOWS):
         out = tmp_path_factory.mktemp("out") / "quantized"
         text = ["--calib", text_file, "--n-samples", samples, "--seqlen", 256, "--eval-samples", 0]
         words = ["--model", model, "--out", out, *text, *flags]
         assert cli.main([str(word) for word in words]) == 0
-        return perplexity(out) / exact - 1
+        more = torch.tensor(losses(out, windows)) - torch.tensor(exact[:windows])
+        return math.expm1(float(more.mean()))
 
     return measure
 
@@ -85,8 +83,8 @@ def test_int8(cost):
 
 def test_int4_undoes_the_outliers_that_break_rounding(cost, exact, hard):
     model = hard("w4-hard")
-    assert perplexity(model) == exact
-    assert cost(model, "--bits", "4", "--method", "rtn") > 0.15
+    assert losses(model, 1) == exact[:1]
+    assert cost(model, "--bits", "4", "--method", "rtn", windows=1) > 0.15
     assert cost(model, "--bits", "4") < 0.014  # 2,000 tokens leave 0.010
 
 
@@ -97,7 +95,7 @@ def test_w8a8(cost):
 
 def test_w8a8_undoes_the_outliers_that_break_rounding(cost, hard):
     model = hard("w8a8-hard")
-    assert cost(model, "--scheme", "w8a8", "--method", "rtn") > 0.15
+    assert cost(model, "--scheme", "w8a8", "--method", "rtn", windows=1) > 0.15
     # 2,000 to 130,000 tokens leave 0.0013, give or take 0.0006 by the order of sums
     assert abs(cost(model, "--scheme", "w8a8")) < 0.002
 
@@ -111,5 +109,5 @@ def test_w4a8(cost):
 @pytest.mark.parametrize("profile", ["w4-hard", "w8a8-hard"])
 def test_w4a8_undoes_the_outliers_that_break_rounding(profile, cost, hard):
     model = hard(profile)
-    assert cost(model, "--scheme", "w4a8", "--method", "rtn") > 0.15
+    assert cost(model, "--scheme", "w4a8", "--method", "rtn", windows=1) > 0.15
     assert cost(model, "--scheme", "w4a8", samples=32) < 0.016

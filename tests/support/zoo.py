@@ -28,7 +28,9 @@ ALL_HEADS = {"num_key_value_heads": 4}
 MIXED = {"sliding_window": WINDOW, "layer_types": [SLIDES, SLIDES, SLIDES, FULL]}
 IMAGES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
 IMAGES |= {"image_size": 28, "patch_size": 14}
+LLAMA4_IMAGES = {"vision_output_dim": 64, "projector_input_dim": 64, "projector_output_dim": 64}
 QWEN_IMAGES = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 128}
+QWEN_IMAGES |= {"embed_dim": 32}
 POSITIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
 LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0 + i / 64 for i in range(16)]}
@@ -66,7 +68,9 @@ def text(kind: str, inner: str = "", reader: str = "", **settings: Any) -> Model
     """A model that reads images: its text half is `inner`."""
     own = {key: value for key, value in SIZES.items() if key != "layer_norm_eps"}  # no text half has it
     own |= settings | ({"model_type": inner} if inner else {})
-    images = (IMAGES if reader else QWEN_IMAGES) | ({"model_type": reader} if reader else {})
+    images = QWEN_IMAGES | {}
+    if reader:
+        images = IMAGES | {"model_type": reader} | (LLAMA4_IMAGES if kind == "llama4" else {})
     return Model(kind, {"text_config": own, "vision_config": images}, images=True)
 
 
