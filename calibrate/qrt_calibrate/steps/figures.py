@@ -15,6 +15,8 @@ from qrt_calibrate.rounding.rtn import round_weight
 from qrt_calibrate.rounding.search import round_input
 from qrt_calibrate.steps.bench import Bench
 
+TOGETHER = 1 << 22  # weights of several Linears that are rounded to nearest together
+
 
 class Figures:
     """Numbers of one layer by column title; each is the largest among its stages."""
@@ -31,11 +33,19 @@ def errors(bench: Bench, grids: Mapping[str, Grid], dtype: torch.dtype) -> dict[
     """Return the error of the rounded layer, and the error of rounding the layer to nearest."""
     own = output_error(bench, bench.rounded)
     nearest = bench.load()
+    alike: dict[tuple[Grid, torch.Size], list[nn.Linear]] = {}
     for name, grid in grids.items():
         module = linear(nearest, name)
-        module.weight.copy_(round_weight(module.weight, grid.spec, dtype).dequantize())
-        if WEIGHT_SCHEMES[grid.scheme].int8_tokens:
-            round_input(module)
+        alike.setdefault((grid, module.weight.shape), []).append(module)
+    for (grid, shape), modules in alike.items():  # a layer has hundreds of experts' small weights
+        together = max(1, TOGETHER // shape.numel())
+        for some in (modules[begin : begin + together] for begin in range(0, len(modules), together)):
+            stacked = torch.cat([module.weight for module in some])
+            rounded = round_weight(stacked, grid.spec, dtype).dequantize()
+            for module, weight in zip(some, rounded.split(shape[0]), strict=True):
+                module.weight.copy_(weight)
+                if WEIGHT_SCHEMES[grid.scheme].int8_tokens:
+                    round_input(module)
     return {"output error": own, "output error, rtn": output_error(bench, nearest)}
 
 
