@@ -22,8 +22,8 @@ def script(engine: Engine, tokenizer: Tokenizer, answers: Mapping[str, str]) -> 
         answer = next((value for key, value in answers.items() if key in text), None)
         if answer is not None:
             left[request_id] = [*tokenizer.encode(answer, add_special_tokens=False), *tokenizer.eos_token_ids]
-            # the model's own end is not the answer's, nor is that of its shape
-            params = replace(params, ignore_eos=True, structured_outputs=None)
+            # the model's own end is not the answer's, nor is that of its shape; nor are the tokens drawn
+            params = replace(params, ignore_eos=True, structured_outputs=None, temperature=0)
         real_add(request_id, prompt_ids, params, **options)
 
     def step() -> list[StepDelta]:

@@ -1,6 +1,7 @@
 """Forced and strict tool calls: what reaches the engine, and how its answers are read."""
 
 import json
+from functools import cached_property
 
 import openai
 import pydantic
@@ -48,7 +49,7 @@ class Server(ThreadServer):
 
         self.engine.add = watched
 
-    @property
+    @cached_property
     def client(self):
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=KEY, max_retries=0)
 
