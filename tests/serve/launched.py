@@ -1,4 +1,4 @@
-"""`qrt-serve tiny` as a user starts it, its processes, and long requests to it."""
+"""`qrt-serve` as a user starts it, its processes, and long requests to it."""
 
 import os
 import socket
@@ -11,6 +11,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from qrt.assets import model_path  # one layer, by conftest.py
+
 LONG = {
     "model": "tiny",
     "prompt": "The president of the",
@@ -22,10 +24,10 @@ PATIENCE = 120.0  # seconds: ends a wait for what will never come, however busy 
 
 
 class Processes:
-    """`qrt-serve tiny` as a user starts it."""
+    """`qrt-serve` of a model named tiny, as a user starts it."""
 
-    def __init__(self, tmp_path: Path, *flags: str, log: int | None = None) -> None:
-        """`log` is a file descriptor instead of a file."""
+    def __init__(self, tmp_path: Path, *flags: str, log: int | None = None, whole: bool = False) -> None:
+        """Serve the first layer, or all with `whole`; `log` is a file descriptor instead of a file."""
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
@@ -36,11 +38,12 @@ class Processes:
             "-c",
             "import sys; from qrt.serve.command.cli import main; sys.exit(main())",
         ]
-        flags = ("tiny", "--port", str(self.port), "--kv-cache-memory-bytes", "64M", *flags)
+        model = "tiny" if whole else str(model_path("tiny"))
+        own = ("--served-model-name", "tiny", "--port", str(self.port), "--kv-cache-memory-bytes", "64M")
         environment = {**os.environ, "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
         with self.log.open("wb") as file:
             to = file if log is None else log
-            self.process = subprocess.Popen([*command, *flags], stderr=to, env=environment)
+            self.process = subprocess.Popen([*command, model, *own, *flags], stderr=to, env=environment)
         # a connection for each request: one that is kept would hold a process that dies or ends
         self.client = httpx.Client(base_url=self.url, timeout=PATIENCE, headers={"Connection": "close"})
 

@@ -45,7 +45,7 @@ def server(started, tmp_path_factory):
         folder = tmp_path_factory.mktemp("server")
         (folder / "keys").write_text(KEY)
         flags = ("--kv", "int8", "--max-model-len", "1024", "--api-key-file", str(folder / "keys"))
-        started.append(Processes(folder, *flags))
+        started.append(Processes(folder, *flags, whole=True))
         started[-1].wait_ready()
     return started[-1]
 

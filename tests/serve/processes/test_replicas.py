@@ -109,7 +109,7 @@ def conversations_find_their_prefix(server: Processes) -> None:
 
 def one_is_killed(server: Processes) -> None:
     """Streams of the other go on, the dead one is named, and all that is new is served."""
-    streams = [Request(server, stream=True, max_tokens=400) for _ in range(4)]
+    streams = [Request(server, stream=True, max_tokens=800) for _ in range(4)]
     for stream in streams:
         stream.start()
     assert all(stream.began.wait(PATIENCE) for stream in streams)
