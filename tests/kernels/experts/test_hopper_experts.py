@@ -42,7 +42,7 @@ def test_plans_of_every_block(device, monkeypatch, scheme, block):
 
 
 @pytest.mark.ptx(block=[128])
-@pytest.mark.ptx(block=[64], kind=["plain"])
+@pytest.mark.ptx(block=[64], kind=[{}])
 @pytest.mark.parametrize("block", [64, 128])
 @pytest.mark.parametrize("kind", [
     {}, {"on_input": True, "symmetric": False}, {"biased": True, "act": "swiglu_oai"},
