@@ -100,6 +100,8 @@ def _add_bos(backend: tokenizers.Tokenizer, bos: str | None, config: Mapping[str
     """
     if config.get("add_bos_token") is not True or bos is None:
         return
+    backend.no_truncation()  # with padding, a text might not show how it begins
+    backend.no_padding()
     bos_id = backend.token_to_id(bos)
     if backend.encode("a").ids[:1] == [bos_id]:
         return

@@ -8,12 +8,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from qrt.errors import CheckpointError, ConfigError, UnsupportedError
+from qrt.errors import CheckpointError, ConfigError
 from qrt.location import tokenizer_folder
 from qrt.text.chat_template import ChatTemplate
 from qrt.text.loading import load, load_transformers
 from qrt.text.messages import Message
-from qrt.text.token_settings import Loaded
 
 BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")  # SentencePiece's token for a single byte
 # Byte-level BPE writes each byte as a visible character (GPT-2's bytes_to_unicode): the byte's own, or one
@@ -37,21 +36,7 @@ class Tokenizer:
     def __init__(self, path: str | Path) -> None:
         """Find the folder (`tokenizer_folder`) and load its tokenizer (`loading.load`)."""
         self._folder = tokenizer_folder(path)
-        self._set(load(self._folder))
-
-    @classmethod
-    def of(cls, hf: Any) -> Tokenizer:
-        """Wrap a transformers tokenizer that is in memory; UnsupportedError without a fast backend."""
-        if not getattr(hf, "is_fast", False):
-            raise UnsupportedError(
-                f"tokenizer: expected one with a fast backend, got {type(hf).__name__}; add a tokenizer.json"
-            )
-        tokenizer = cls.__new__(cls)
-        tokenizer.hf = hf
-        tokenizer._set(Loaded.of(hf))
-        return tokenizer
-
-    def _set(self, loaded: Loaded) -> None:
+        loaded = load(self._folder)
         self.backend_tokenizer = self._backend = loaded.backend
         self._backend.no_truncation()  # some tokenizer.json files cut texts to 512 tokens
         self._backend.no_padding()

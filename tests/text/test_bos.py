@@ -4,6 +4,7 @@ import itertools
 import json
 
 import pytest
+import tokenizers
 from tokenizers import processors
 from transformers import AutoTokenizer
 
@@ -69,6 +70,16 @@ def test_the_entry_alone_adds_bos(post_processor, tmp_path):
     assert ids_of_all_ways(folder) == [0, *without]
     assert Tokenizer(folder).encode_pair(TEXT, TEXT) == load_transformers(folder)(TEXT, TEXT)["input_ids"]
     assert Tokenizer(folder).encode_pair(TEXT, TEXT)[0] == 0
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_in_the_file_adds_no_second_bos(side, tmp_path):
+    folder = save(tmp_path, BOS, add_bos_token=True)
+    padded = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    padded.enable_padding(direction=side, length=9, pad_id=2, pad_token="<|user|>")
+    padded.enable_truncation(1)
+    padded.save(str(folder / "tokenizer.json"))
+    assert ids_of_all_ways(folder)[0] == 0 and ids_of_all_ways(folder).count(0) == 1
 
 
 def test_no_bos_is_added_without_a_bos_token(tmp_path):

@@ -2,13 +2,14 @@
 
 import base64
 import json
+from types import SimpleNamespace
 
 import pytest
 from transformers import AutoTokenizer
 
 import qrt.text.loading as loading
 import small_tokenizers
-from qrt.errors import CheckpointError
+from qrt.errors import CheckpointError, UnsupportedError
 from qrt.text.loading import load
 from qrt.text.tokenizer import Tokenizer
 
@@ -90,3 +91,11 @@ def test_vocabularies_that_transformers_reads_are_read(tmp_path):
         == AutoTokenizer.from_pretrained(tmp_path)("thth")["input_ids"]
         != []
     )
+
+
+def test_a_tokenizer_without_a_fast_backend_is_refused(tmp_path, monkeypatch):
+    slow = SimpleNamespace(is_fast=False, get_vocab=lambda: {"a": 0}, all_special_tokens=[])
+    slow.added_tokens_decoder = {}
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *_, **__: slow)
+    with pytest.raises(UnsupportedError, match="SimpleNamespace has no fast backend; add the tokenizer.json"):
+        load(tmp_path)

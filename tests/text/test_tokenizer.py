@@ -6,14 +6,13 @@ import shutil
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import tokenizers
 from transformers import AutoTokenizer
 
 import small_tokenizers
-from qrt.errors import CheckpointError, ConfigError, UnsupportedError
+from qrt.errors import CheckpointError, ConfigError
 from qrt.text.tokenizer import Tokenizer
 
 MESSAGES = [{"role": "user", "content": "the dog 🎉"}]
@@ -142,16 +141,6 @@ def test_templates_are_sandboxed(folder):
         Tokenizer(folder).render_chat(
             MESSAGES, chat_template="{{ ''.__class__.__mro__[1].__subclasses__() }}"
         )
-
-
-def test_a_tokenizer_in_memory(folder):
-    """The calibrator wraps its tokenizer this way."""
-    loaded, given = Tokenizer(folder), Tokenizer.of(AutoTokenizer.from_pretrained(folder))
-    for text in small_tokenizers.TEXT:
-        assert given.encode(text) == loaded.encode(text)
-    assert given.render_chat(MESSAGES) == loaded.render_chat(MESSAGES)
-    with pytest.raises(UnsupportedError, match="with a fast backend, got SimpleNamespace"):
-        Tokenizer.of(SimpleNamespace(is_fast=False))
 
 
 def test_refusals(tmp_path):
