@@ -94,7 +94,10 @@ class LLM(PoolingCalls):
         return str(self.engine.model.dtype).removeprefix("torch.")
 
     def get_tokenizer(self) -> Any:
-        """Return the transformers tokenizer, as vLLM does: the checkpoint's, or the one of `tokenizer`."""
+        """Return the transformers tokenizer, as vLLM does: the checkpoint's, or the one of `tokenizer`.
+
+        The first call imports transformers, which takes seconds.
+        """
         return self.tokenizer.hf
 
     def get_default_sampling_params(self) -> SamplingParams:

@@ -137,9 +137,7 @@ class TokenEngine:
     async def health_check_payload(self) -> dict[str, Any]:
         """Return the request of one token by which Dynamo finds out whether an idle worker works."""
         health = _dynamo("common.backend.health_check")
-        return dict(
-            health.build_health_check_payload(health.bos_token_id_or(self._started().get_tokenizer()))
-        )
+        return dict(health.build_health_check_payload(health.bos_token_id_or(self._started().tokenizer)))
 
     def _started(self) -> _TokenLLM:
         if self._llm is None:
