@@ -16,10 +16,9 @@ from qrt_calibrate.model.norms import META
 class Block(nn.Module):
     """Part of a layer: its Linears under their names, those of `Stack`s next to each other."""
 
-    def stacked(self, stack: Stack, prefix: str, x: Tensor) -> Tensor:
-        """Return the outputs of the modules of `stack`, one behind the other."""
-        parts = [self.get_submodule(name.removeprefix(prefix))(x) for name in stack.modules]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+    def outputs(self, stack: Stack, prefix: str, x: Tensor) -> list[Tensor]:
+        """Return the output of each module of `stack`."""
+        return [self.get_submodule(name.removeprefix(prefix))(x) for name in stack.modules]
 
     def add(self, stack: Stack, prefix: str) -> None:
         """Make the modules of `stack`."""
@@ -60,13 +59,14 @@ class Mlp(Block):
     def forward(self, x: Tensor) -> Tensor:
         """x [B, T, H] -> [B, T, H]."""
         act = self.get_submodule(self._act) if isinstance(self._act, str) else self._act
-        inner = self.stacked(self._gate_up, self._prefix, x)
+        parts = self.outputs(self._gate_up, self._prefix, x)
         if self._gated:
-            gate, up = inner.chunk(2, -1)
+            gate, up = parts if len(parts) == 2 else parts[0].chunk(2, -1)
             inner = act(gate) * up
         else:
-            inner = act(inner)
-        return self.stacked(self._down, self._prefix, inner)
+            inner = act(parts[0])
+        (output,) = self.outputs(self._down, self._prefix, inner)
+        return output
 
 
 def nest(parent: nn.Module, name: str, child: nn.Module) -> None:

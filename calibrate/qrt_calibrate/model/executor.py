@@ -105,6 +105,19 @@ class LayerExecutor:
         assert leaf.grad is not None
         return leaf.grad
 
+    def gradients(
+        self, index: int, layer: nn.Module, hidden: Tensor, gradient: Tensor, inside: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """Return the loss's gradients at tensors inside a layer, given that at its output for `hidden`.
+
+        `inside` gets these tensors while the layer runs.
+        """
+        with torch.enable_grad():
+            leaf = hidden.to(_device(layer)).detach().requires_grad_()
+            output = self.run(index, layer, leaf)
+        found = torch.autograd.grad(output, list(inside.values()), gradient.to(output.device, output.dtype))
+        return dict(zip(inside, found, strict=True))
+
     def loss_gradient(self, hidden: Tensor, generator: torch.Generator) -> Tensor:
         """Return the loss's gradient [T, H], fp32, at the hidden states after the last layer.
 

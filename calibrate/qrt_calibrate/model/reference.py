@@ -61,11 +61,13 @@ class Attention(Block):
     def forward(self, x: Tensor, at: Around) -> Tensor:
         """x [B, T, H] -> [B, T, H]."""
         arch = self._arch
-        qkv = self.stacked(self._qkv, self._prefix, x)
-        if self.order is not None:
-            qkv = qkv[..., self.order]
-        heads = arch.num_heads, arch.num_kv_heads, arch.num_kv_heads
-        q, k, v = qkv.unflatten(-1, (-1, arch.head_dim)).split(heads, dim=-2)
+        parts = self.outputs(self._qkv, self._prefix, x)
+        if len(parts) == 1 or self.order is not None:
+            qkv = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+            qkv = qkv if self.order is None else qkv[..., self.order]
+            heads = arch.num_heads, arch.num_kv_heads, arch.num_kv_heads
+            parts = [*qkv.split([count * arch.head_dim for count in heads], -1)]
+        q, k, v = (part.unflatten(-1, (-1, arch.head_dim)) for part in parts)
         q, k = (turned(part, at) for part in (q, k)) if self._after else (q, k)
         if self._norms:
             q, k = (self.get_submodule(name)(own) for name, own in zip(self._norms, (q, k), strict=True))

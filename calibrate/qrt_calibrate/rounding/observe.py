@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+WHOLE, GPU_WHOLE = 256, 4096  # largest order of x^T x that is computed as one product
 TRUST_ROWS = 512  # rows of a weight, at least, that decide how far its correction is trusted
 
 
@@ -64,6 +65,23 @@ def norm_weights(stream: Tensor, eps: float) -> Tensor:
     return 1 / (stream.square().mean(-1, keepdim=True) + eps)
 
 
+def add_square(total: Tensor, x: Tensor, alpha: float = 1.0) -> None:
+    """Add alpha * x^T x to the symmetric `total` [K, K]; x is [T, K].
+
+    Of what lies off the blocks on the diagonal only one half is computed.
+    """
+    k = len(total)
+    if k <= (GPU_WHOLE if x.is_cuda else WHOLE):
+        total.addmm_(x.T, x, alpha=alpha)
+        return
+    half = k // 2
+    first, second = x.split((half, k - half), 1)
+    add_square(total[:half, :half], first, alpha)
+    add_square(total[half:, half:], second, alpha)
+    beside = total[:half, half:].addmm_(first.T, second, alpha=alpha)
+    total[half:, :half].copy_(beside.T)
+
+
 class Moments:
     """Moments of a Linear's input over all calibration tokens, fp32.
 
@@ -111,7 +129,7 @@ class Moments:
             x, exact = x * root, exact * root
             stream = stream and (stream[0] * root, stream[1] * root)
         self.mean_abs += x.abs().sum(0) / total
-        self.hessian.addmm_(x.T, x, alpha=1 / total)
+        add_square(self.hessian, x, 1 / total)
         moved = exact - x
         assert (stream is None) == (self._weight is None), "the stream beside a Linear that is added to it"
         if self._weight is not None and stream is not None:

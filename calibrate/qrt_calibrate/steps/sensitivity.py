@@ -18,6 +18,7 @@ from qrt_calibrate.model.executor import BATCH_TOKENS, LayerExecutor
 from qrt_calibrate.model.streams import Share, Streams, place
 from qrt_calibrate.recipe.recipe import Recipe
 from qrt_calibrate.rounding.fold import linear
+from qrt_calibrate.rounding.observe import add_square
 
 TOKENS = 32768  # tokens with gradients: enough to show where errors matter, which is all they are for
 STORED = torch.bfloat16  # dtype of kept gradients, more precise than their moments need
@@ -103,7 +104,7 @@ class OutputMoments:
     def add(self, gradient: Tensor, half: int) -> None:
         """Count gradients [T, N] in share `half`, 0 or 1."""
         for block, own in zip(self.blocks, gradient.split(COUPLED, dim=1), strict=True):
-            block[half].addmm_(own.T, own)
+            add_square(block[half], own)
 
     def join(self, other: OutputMoments) -> None:
         """Add what `other` has counted, on any device."""
@@ -140,23 +141,23 @@ def output_moments(
     Each of `windows` has the half that it counts in, inputs of layer `index` and the loss's gradients at its
     outputs, [B, T, H] each.
     """
-    gradients: dict[str, Tensor] = {}
+    outputs: dict[str, Tensor] = {}
 
     def watch(name: str) -> torch.utils.hooks.RemovableHandle:
         def seen(module: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> None:
-            output.register_hook(lambda gradient: gradients.__setitem__(name, gradient.flatten(0, -2)))
+            outputs[name] = output
 
         return layer.get_submodule(name).register_forward_hook(seen)
 
     handles = [watch(part) for parts in stages for part in parts]
-    found = {}
+    found: dict[tuple[str, ...], OutputMoments] = {}
     for parts in stages:
         rows = sum(linear(layer, part).out_features for part in parts)
         found[parts] = OutputMoments(rows, linear(layer, parts[0]).weight.device)
     for half, hidden, gradient in windows:
-        executor.backward(index, layer, hidden, gradient.float())
+        gradients = executor.gradients(index, layer, hidden, gradient, outputs)
         for parts, moments in found.items():
-            moments.add(torch.cat([gradients[part] for part in parts], 1), half)
+            moments.add(torch.cat([gradients[part].flatten(0, -2) for part in parts], 1), half)
     for handle in handles:
         handle.remove()
     return found
