@@ -16,6 +16,7 @@ FLOORS: dict[str, float] = {  # fractions are the rooms of a floor, lower rooms 
     "qrt.assets": 0, "qrt.cli": 0, "qrt.folder": 0, "qrt.peers": 0,
     "qrt.peer_fields": 0, "qrt.hub": 0, "qrt.hub_errors": 0, "qrt.location": 0,
     "qrt.quant": 1, "qrt.arch": 1, "qrt.grammar": 1, "qrt.text": 1,
+    "qrt.kernels.garbage": 1,  # needs only Python
     # what an architecture means in torch alone: the calibrator computes by it too
     "qrt.layers.rope": 1.1, "qrt.layers.activations": 1.1, "qrt.kernels.route.ref": 1.1,
     "qrt.model.stacks": 1.2, "qrt.model.names": 1.3,

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from qrt import hub
 from qrt.errors import CheckpointError, ConfigError
+from qrt.kernels.garbage import garbage_left
 from qrt.text.data.files import find_files, is_known
 from qrt.text.data.rows import Row, read_rows
 from qrt.text.data.texts import Render, Texts
@@ -175,7 +176,9 @@ def docstrings(root: Path) -> Iterator[str]:
         inside[:] = [name for name in inside if name not in SKIPPED_FOLDERS]  # which it then does not enter
         paths += [Path(folder, name) for name in files if name.endswith(".py")]
     for path in sorted(paths):
-        yield from _docstrings(ast.parse(path.read_bytes()))
+        with garbage_left():  # which would visit the nodes over and over, half of the time
+            found = [*_docstrings(ast.parse(path.read_bytes()))]
+        yield from found
 
 
 def _docstrings(node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[str]:
