@@ -132,7 +132,7 @@ def test_w8a8_is_exact(device, n, k, dtype, tokens):
 
 
 @pytest.mark.ptx(dtype=[torch.bfloat16], k=[1])
-@pytest.mark.parametrize("k", [1, 700, 4096, 4097, 14336])  # in one block, and in eight
+@pytest.mark.parametrize("k", [1, 700, 768, 4096, 4097, 14336])  # in one block, in three, and in eight
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF])
 def test_token_codes_equal_the_reference(device, dtype, k):
     x = torch.randn(9, k, device=device) * torch.logspace(-6, 4, 9, device=device)[:, None]

@@ -43,6 +43,8 @@ def quantize_tokens(x: Tensor) -> QuantizedTokens:
     scale = torch.empty(tokens, dtype=torch.float32, device=x.device)
     wide = k > WHOLE_ROW
     block = max(4, next_power_of_2(k) // (8 if wide else 1))  # in eight, so that little lies beyond the row
+    if not wide and k == 3 * (block // 4):  # in three, so that nothing does
+        block //= 4
     warps = min(16, max(1, block // (256 if wide else 512)))
     if tokens:
         kernel = variant(
