@@ -141,6 +141,8 @@ def output_moments(
     Each of `windows` has the half that it counts in, inputs of layer `index` and the loss's gradients at its
     outputs, [B, T, H] each.
     """
+    if not stages:
+        return {}
     outputs: dict[str, Tensor] = {}
 
     def watch(name: str) -> torch.utils.hooks.RemovableHandle:
