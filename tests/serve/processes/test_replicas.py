@@ -83,9 +83,8 @@ def by_engine(server: Processes, name: str) -> dict[str, float]:
 
 def both_serve(server: Processes) -> None:
     """The log names them, all is well, and the answers are one engine's."""
-    log = server.log.read_text()
-    for name in ("engine 0 (cpu)", "engine 1 (cpu)"):
-        assert f"{name}: KV pool: " in log
+    for pool in ("engine 0 (cpu): KV pool: ", "engine 1 (cpu): KV pool: "):
+        server.wait(lambda pool=pool: pool in server.log.read_text())  # the supervisor writes it
     assert server.get("/health").content == b"" and server.get("/readiness").json() == {"status": "ready"}
     texts = {complete(server, [5, 6, 7])["choices"][0]["text"] for _ in range(8)}
     assert len(texts) == 1 and by_engine(server, "engine_up") == {"0": 1, "1": 1}
@@ -117,6 +116,7 @@ def one_is_killed(server: Processes) -> None:
     os.kill(server.children("engine")[0], signal.SIGKILL)
     for stream in streams:
         stream.join(PATIENCE)
+    server.wait(lambda: "died: SIGKILL" in server.log.read_text())
     (name,) = set(re.findall(r"(engine \d \(cpu\)) died: SIGKILL; the others go on", server.log.read_text()))
     errors = [text.count(f'"message":"{name} has died"') for _, text in (s.reply for s in streams)]
     whole = [text.count('"finish_reason":"length"') for _, text in (s.reply for s in streams)]
