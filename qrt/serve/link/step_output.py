@@ -31,7 +31,7 @@ FromEngine = Ready | StepOutput | Answer
 def _decode_array(kind: type, value: Any) -> Any:
     if get_origin(kind) is np.ndarray:
         dtype, shape, data = value
-        return np.frombuffer(data, dtype).reshape(shape)
+        return np.frombuffer(bytearray(data), dtype).reshape(shape)  # a copy, which may be written to
     raise NotImplementedError(f"{kind.__name__} is no part of a message")
 
 

@@ -47,6 +47,7 @@ def test_a_step_with_logprobs():
                 if one is not None:
                     assert np.array_equal(getattr(one, name), getattr(other, name))
                     assert getattr(one, name).dtype == getattr(other, name).dtype
+                    assert getattr(one, name).flags.writeable, "callers get tensors of the same memory"
 
 
 @pytest.mark.parametrize("data", [b"", b"\x80\x04.", b"\x93\xa3Add\x01\x02", b"\x91\xa4Nope", b"\xc1"])

@@ -15,9 +15,7 @@ from qrt.quant.device import store_token
 from qrt.quant.tokens import QuantizedTokens
 
 WHOLE_ROW = 4096  # so many inputs of a token are one block
-WARPS_PER_SM = (
-    64  # of programs that take rows in turn: to start one for a short row takes longer than the row
-)
+WARPS_PER_SM = 64  # of programs, which take rows in turn: the start of one takes longer than a short row
 
 
 @triton.jit(do_not_specialize=["tokens"])
