@@ -137,13 +137,19 @@ def test_a_router_in_fp32_is_not_rounded(device):
     assert run(ref.route, x, weight, 2)[1].tolist() == [[4, 3]] * 2
 
 
-def test_tokens_that_are_not_numbers_choose_experts_that_exist(device):
-    x, weight, made = case(
-        12, {"score": "sigmoid", "correction": True, "groups": 3, "kept": 2}, 3, 32, device
-    )
+@pytest.mark.ptx
+@pytest.mark.parametrize("top_k, rules", [
+    (4, {"score": "sigmoid", "correction": True, "groups": 3, "kept": 2}), (4, {"score": "softmax"}),
+    (4, {"score": "top"}), (2, {"score": "sparsemixer", "jitter": 0.01}),
+])  # fmt: skip
+def test_tokens_that_are_not_numbers_choose_experts_that_exist(device, top_k, rules):
+    x, weight, made = case(12, rules, 3, 32, device)
+    before = run(kernel.route, x, weight, top_k, **made)
     x[1] = float("nan")
-    _, chosen = run(kernel.route, x, weight, 4, **made)
-    assert ((chosen >= 0) & (chosen < 12)).all()
+    for implementation in (kernel, ref):
+        _, chosen = run(implementation.route, x, weight, top_k, **made)
+        assert ((chosen >= 0) & (chosen < 12)).all()
+        assert torch.equal(chosen[::2], before[1][::2])
 
 
 @pytest.mark.parametrize("tokens, hidden, columns", [

@@ -9,7 +9,7 @@ from operators import check_operator
 from torch.nn import functional as F
 
 from backends import GPU
-from qrt.kernels.sample import SCORE_ERROR, SHARE_ERROR, kernel, ref, sample, token_of
+from qrt.kernels.sample import NOT_FINITE, SCORE_ERROR, SHARE_ERROR, kernel, ref, sample, token_of
 
 INF = float("inf")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -139,6 +139,44 @@ def test_logits_of_minus_infinity_and_far_temperatures(device, implementation):
     tokens = implementation(logits, *(torch.arange(4, device=device), *tables[1:]), None)
     assert tokens[0] == 650 and tokens[1] in (300, 301) and 0 <= tokens[3] < 700
     check(tokens[2:3], logits[2:3], torch.tensor([2], device=device), *tables[1:])
+
+
+@pytest.mark.pairs
+@pytest.mark.ptx(implementation=[kernel.sample], dtype=[torch.bfloat16], vocab=[2600], rule=["none", "mask"])
+@BOTH
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocab", [257, 2600])
+@pytest.mark.parametrize("rule", ["none", "mask", "least"])
+def test_rows_with_nan_or_infinity_get_no_token(device, implementation, dtype, vocab, rule):
+    """Wherever it stands, in greedy rows and drawn ones, also at a token that no rule allows."""
+    logits = (torch.randn(8, vocab, device=device) * 2).to(dtype)
+    clean = logits.clone()
+    nan = torch.tensor(float("nan"), dtype=dtype)
+    for row, (at, value) in {0: (0, nan), 1: (vocab - 1, -nan), 2: (vocab // 2, INF), 5: (7, nan)}.items():
+        logits[row, at] = value
+    logits[7] = nan
+    logits[3, 5:100] = clean[3, 5:100] = -INF
+    tables = parameters(8, device, [0.0, 1.0, 0.7, 1.3] * 4)
+    allowed = torch.zeros(1, vocab, dtype=torch.bool)
+    allowed[0, 20:30] = True
+    masks = (masks_of(allowed, device), torch.zeros(8, dtype=torch.int32, device=device))
+    rules = {"none": (None,), "mask": (None, *masks), "least": (torch.full((8,), 0.5, device=device),)}[rule]
+    tokens = implementation(logits, *tables, *rules)
+    wrong = torch.tensor([1, 1, 1, 0, 0, 1, 0, 1], dtype=torch.bool, device=device)
+    want = implementation(clean, *tables, *rules).masked_fill(wrong, NOT_FINITE)
+    assert torch.equal(tokens, want) and (want[~wrong] >= 0).all()
+
+
+@pytest.mark.ptx(implementation=[kernel])
+@pytest.mark.parametrize("implementation", [ref, kernel], ids=["ref", "triton"])
+def test_one_rank_s_nan_is_the_word_of_all(device, implementation):
+    logits = torch.randn(4, 1600, device=device).bfloat16()
+    tables = parameters(4, device, [0.0, 1.0] * 4)
+    logits[1, 900], logits[2, 3], logits[3] = float("nan"), INF, 3e38
+    parts = (0, 800), (800, 1600)
+    words = [implementation.sample_words(logits[:, a:b], *tables, a) for a, b in parts]
+    tokens = token_of(torch.stack(words).amax(0))
+    assert (tokens[1:3] == NOT_FINITE).all() and (tokens[[0, 3]] >= 0).all()
 
 
 def test_rows_that_lie_apart(device):

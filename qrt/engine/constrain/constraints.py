@@ -186,7 +186,8 @@ class Constraints:
     ) -> dict[int, Verdict]:
         """Follow a step's sampled tokens; return what they mean, by index into `plan.sampled`.
 
-        `length` is that of a request before its token; None: its token does not count.
+        `length` is that of a request before its token; None: its token does not count. A negative token is
+        none.
         """
         if not self._masks:
             return {}
@@ -196,6 +197,7 @@ class Constraints:
             for i, work in enumerate(plan.sampled)
             if (mask := self._masks.get(work.request_id)) is not None
             and (known := length(work.request_id)) is not None
+            and tokens[i] >= 0  # else it is no token, and the request ends
         ]
         matchers = [mask.constraint.reads(tokens[i]) for i, mask, _ in followed]
         read = [(m, tokens[i]) for m, (i, *_) in zip(matchers, followed, strict=True) if m is not None]

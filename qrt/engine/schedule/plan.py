@@ -222,7 +222,7 @@ class Verdict(NamedTuple):
 class StepResult:
     """The result of a step.
 
-    tokens          one for each of `Plan.sampled`
+    tokens          one for each of `Plan.sampled`; negative where the model's logits are not finite
     logprobs        index into `tokens` -> one row, where asked for
     prompt_scores   request id -> one row for each of the chunk's targets, where asked for
     pooled          request id -> its vectors that the step has completed, where asked for

@@ -23,6 +23,7 @@ import numpy as np
 from qrt.arch.rope import first_turn
 from qrt.engine.schedule import lookahead
 from qrt.engine.schedule.admission import Growing
+from qrt.engine.schedule.finite import prompt_fault, token_fault
 from qrt.engine.schedule.limits import Limits
 from qrt.engine.schedule.lookahead import Lookahead, lacking_slots
 from qrt.engine.schedule.output import StepDelta
@@ -48,6 +49,7 @@ class Scheduler:
 
     waiting, running   requests, sorted by their order
     num_pauses         how often a request was paused so far because slots ran out
+    num_corrupted      requests that ended so far because the model gave NaN or infinity
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class Scheduler:
         self.waiting = Queue(limits)
         self.running: list[Request] = []
         self.num_pauses = 0
+        self.num_corrupted = 0
         self._requests: dict[str, Request] = {}
         self._planned: deque[list[Request]] = deque()  # of launched steps, in the order of `Plan.works`
         self._rows = Rows(limits)
@@ -196,7 +199,12 @@ class Scheduler:
             if request.seq is not None:
                 verdict = verdicts.get(at) if verdicts else None
                 scores = logprobs.get(at) if logprobs else None
-                deltas.append(self._take(request, token, scores, verdict=verdict))
+                fault = self._fault(request, token, scores)
+                deltas.append(
+                    self._take(request, token, scores, verdict=verdict)
+                    if fault is None
+                    else self._corrupted(request, fault)
+                )
         requests = requests[index:]
         for request, chunk in zip(requests, plan.chunks, strict=True):
             request.in_flight -= 1
@@ -204,16 +212,28 @@ class Scheduler:
             request.skips = request.skips and not chunk.samples
             request.pending -= samples
             if request.seq is not None:
-                request.num_scored = max(request.num_scored, min(chunk.end, len(request.prompt) - 1))
-                self._publish(request, chunk.end)
-                scores, pooled = result.prompt_scores.get(request.id), result.pooled.get(request.id)
-                if samples:
-                    verdict = verdicts.get(index)
-                    deltas.append(self._take(request, tokens[index], logprobs.get(index), scores, verdict))
-                elif scores or pooled is not None or not chunk.samples and request.finish_reason:
-                    deltas.append(self._report(request, prompt_scores=scores)._replace(pooled=pooled))
+                deltas += self._commit_chunk(request, chunk, result, index if samples else None)
             index += chunk.samples
         return deltas
+
+    def _commit_chunk(
+        self, request: Request, chunk: Chunk, result: StepResult, at: int | None
+    ) -> list[StepDelta]:
+        """Apply the result of a chunk to its request; its token is number `at` of the step, if it has one."""
+        scores, pooled = result.prompt_scores.get(request.id), result.pooled.get(request.id)
+        fault = prompt_fault(chunk.scoring.first + chunk.start + 1 if chunk.scoring else 0, scores, pooled)
+        if fault is None and at is not None:
+            fault = self._fault(request, result.tokens[at], result.logprobs.get(at))
+        if fault is not None:
+            return [self._corrupted(request, fault)]
+        request.num_scored = max(request.num_scored, min(chunk.end, len(request.prompt) - 1))
+        self._publish(request, chunk.end)
+        if at is not None:
+            own = result.logprobs.get(at), scores, result.verdicts.get(at)
+            return [self._take(request, result.tokens[at], *own)]
+        if scores or pooled is not None or not chunk.samples and request.finish_reason:
+            return [self._report(request, prompt_scores=scores)._replace(pooled=pooled)]
+        return []
 
     def length(self, request_id: str) -> int | None:
         """Return the length of a running request for which the oldest launched step samples a token.
@@ -244,6 +264,14 @@ class Scheduler:
         del self._requests[request.id]
         self._stop(request, keep=False)
         return StepDelta(request.id, finish_reason=FinishReason.ABORT, error=error)
+
+    def _fault(self, request: Request, token: int, logprobs: Scores | None) -> str | None:
+        return token_fault(token, len(request.output) + 1, logprobs)
+
+    def _corrupted(self, request: Request, fault: str) -> StepDelta:
+        """End a request for which the model gave NaN or infinity."""
+        self.num_corrupted += 1
+        return self._give_up(request, fault)
 
     def _seed_of(self, params: SamplingParams) -> int:
         """Return the request's seed; without one, make it from the engine's seed and the arrival number."""

@@ -25,8 +25,12 @@ class ScoreTensors(NamedTuple):
 
 
 def score(logits: Tensor, targets: Tensor, num_top: int) -> ScoreTensors:
-    """Score `targets` int64 [n] under softmax(`logits` fp32 [n, V]), on the logits' device."""
+    """Score `targets` int64 [n] under softmax(`logits` fp32 [n, V]), on the logits' device.
+
+    The log-probabilities of a row with NaN or infinity, or with no larger logit than -inf, are NaN.
+    """
     total = logits.logsumexp(-1)
+    total = total.masked_fill(~total.isfinite(), torch.nan)
     chosen = logits.gather(-1, targets[:, None])
     ranks = (logits > chosen).sum(-1) + 1
     top = logits.topk(num_top, dim=-1)

@@ -253,7 +253,7 @@ class Runner:
         logprobs: ScoreTensors | None = None
         if samples.logprobs is not None:
             parts = [
-                score(logits[some].float(), tokens[some], samples.num_top)
+                score(logits[some].float(), tokens[some].clamp(min=0), samples.num_top)
                 for some in samples.logprobs.split(SCORED_ROWS)
             ]
             logprobs = joined(parts, fetch.take)

@@ -15,8 +15,9 @@ from qrt.engine.schedule.plan import ANY
 from qrt.engine.step.adjustments import Adjustments
 from qrt.engine.step.masks import MaskBuffer
 from qrt.engine.step.table import RequestTable
+from qrt.kernels.sample import NOT_FINITE
 from qrt.kernels.sample import sample as sample_logits
-from qrt.kernels.sample.ref import masked
+from qrt.kernels.sample.ref import masked, not_finite
 
 _INF = float("inf")
 ROWS = 256  # rows that are adjusted or sorted at a time, which bounds the memory of copies
@@ -51,6 +52,8 @@ def sample(
 ) -> Tensor:
     """Sample tokens int64 [S] from `logits` [S, V] of any float dtype, which stay unchanged.
 
+    A row with NaN or infinity gets NOT_FINITE.
+
     The masks of a `MaskBuffer` apply before all other rules.
     """
     own = (None, None) if masks is None else (masks.masks, masks.at[: len(logits)])
@@ -58,12 +61,14 @@ def sample(
         return sample_logits(logits, meta.rows, table.temperature, table.seed, table.length, None, *own)
     rows = meta.rows[meta.custom_rows]
     x = logits[meta.custom_rows].float()
+    wrong = not_finite(x)
     if masks is not None:
         x = masked(x, masks.masks, masks.at[meta.custom_rows])
     x = _allowed(x, rows, table, adjustments, meta)
     drawn = sample_logits(x, rows, table.temperature, table.seed, table.length, _least(x, rows, table, meta))
+    drawn = drawn.masked_fill_(wrong, NOT_FINITE)
     if meta.adjusted is not None:
-        adjustments.count(meta.adjusted[1], drawn[meta.adjusted[0]])
+        adjustments.count(meta.adjusted[1], drawn[meta.adjusted[0]].clamp(min=0))
     if len(drawn) == len(logits):
         return drawn  # all rows are custom, in order
     tokens = sample_logits(logits, meta.rows, table.temperature, table.seed, table.length, None, *own)

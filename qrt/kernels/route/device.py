@@ -75,7 +75,7 @@ def sparsemixer(logits, column, jitter):
     slot = tl.arange(0, 2)[None, :]
     weights = tl.zeros((logits.shape[0], 2), tl.float32)
     chosen = tl.zeros((logits.shape[0], 2), tl.int32)
-    left = logits
+    left = tl.where(logits > NEVER, logits, NEVER)  # NaN would choose a column without an expert
     for i in tl.static_range(2):
         best, at = tl.max(left, 1, return_indices=True)
         top = best[:, None]

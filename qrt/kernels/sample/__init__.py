@@ -13,6 +13,9 @@ Masks have a bit for each token, 32 a word, the lowest first; W is at least V / 
 whose bit is set in masks[mask_at[s]], or any token if mask_at[s] is negative. A row without any token to draw
 gets an arbitrary one.
 
+A row that holds NaN or infinity, allowed or not, gets NOT_FINITE, a negative number, instead of a token. -inf
+is a logit like others.
+
 A draw has two stages. First, groups of 8 tokens race. Group i has the weight w = sum of e^(logit /
 temperature) and scores log w + g, with Gumbel noise g = -log(-log(1 - u)). That is distributed as the best
 score of its tokens (Maddison et al., arXiv:1411.0030), so one u serves 8 tokens. Second, a token of the
@@ -42,6 +45,7 @@ from qrt.kernels.sample import ref
 
 SCORE_ERROR = 1e-6
 SHARE_ERROR = 1e-6
+NOT_FINITE = ref.NOT_FINITE
 
 
 def _fake(logits: Tensor) -> Tensor:
@@ -49,8 +53,8 @@ def _fake(logits: Tensor) -> Tensor:
 
 
 def token_of(words: Tensor) -> Tensor:
-    """Return the token of each word of `sample_words`, int64."""
-    return ref.LAST - (words & ref.LAST)
+    """Return the token of each word of `sample_words`, int64; NOT_FINITE where one of the ranks gave that."""
+    return ref.LAST - (words & ref.LOW)
 
 
 sample = define(

@@ -2,6 +2,8 @@
 
 A program finds the group that wins its part of a row, then the token in that group, and stores the score and
 the token as one integer. The last program of a row to finish takes the largest integer. Scores are in base 2.
+An integer above all others says that the part holds NaN or infinity: the largest logit of each group, which
+the race needs anyway, is NaN if one of them is.
 A program computes the scores of a tile (exponentials, logarithms) only if one of them may beat its best so
 far. As -log(-log(1 - u)) < -log u, a hash and the largest logit of each group are enough to tell.
 """
@@ -28,6 +30,8 @@ _NONE = tl.constexpr(-(2**31))  # less than any ordered score
 _APART = tl.constexpr(32)  # int32 between the counters of two rows, so that each has a cache line of its own
 _WORDS = tl.constexpr(256)  # results read at a time
 _LOG2_E = tl.constexpr(1.4426950408889634)
+_LOW, _LAST = tl.constexpr(ref.LOW), tl.constexpr(ref.LAST)
+_NOT_FINITE_WORD = tl.constexpr(ref.NOT_FINITE_WORD)
 _LARGE = tl.constexpr(3e38)  # stands for infinity in differences
 _BOUND_BITS = tl.constexpr(31.0 + 3.0 + 1e-2)  # 31 for the hash, 3 for the group's tokens, the rest rounding
 
@@ -111,6 +115,27 @@ def _drawable(x, allowed, temperature, least, ASM: tl.constexpr):
         if temperature > 0:
             x = tl.where(_over_temperature(x, temperature, ASM) < least, -float("inf"), x)
     return x
+
+
+@triton.jit
+def _larger(a, b):
+    """Return the larger of a and b; NaN if one of them is."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _largest(x, ASM: tl.constexpr):
+    """Return the largest of each row of x fp32 [n, _GROUP]; NaN or infinity if one of them is NaN."""
+    if ASM:
+        return tl.reduce(x, 1, _larger)
+    else:  # a reduction of our own takes the interpreter long
+        return tl.max(tl.where(x < float("inf"), x, float("inf")), 1)
+
+
+@triton.jit
+def _unruled(tile, top, RULED: tl.constexpr, ASM: tl.constexpr):
+    """Return the largest of each row of a tile; `top` [n] where no rule has removed any."""
+    return _largest(tile.to(tl.float32), ASM) if RULED else top
 
 
 @triton.jit
@@ -202,13 +227,15 @@ def _sample(
     ARRIVALS, BEST = SHARED + index * _APART, SHARED + index * _APART + 1
 
     order, best, chosen = _NONE, _NONE, begin // _GROUP
+    highest = tl.full([TILE // _GROUP], -float("inf"), tl.float32)
     for first in range(begin, end, TILE):
         x, here = _drawable(tile, allowed, temperature, least, ASM), group
+        top = _largest(x, ASM)
+        highest = _larger(highest, _unruled(tile, top, (MASKS is not None) | (LEAST is not None), ASM))
         group = tl.minimum(group + TILE // _GROUP, last)
         tile = _load(logits, group, V, first + TILE < end, WHOLE)
         if MASKS is not None:
             allowed = _allowed(MASKS, group, mask)
-        top = tl.max(x, 1)
         if draws:
             seen = tl.load(BEST, volatile=True)
             bits = _bits(key, here + first_group)
@@ -225,7 +252,9 @@ def _sample(
         allowed = _allowed(MASKS, winner, mask)
     x = _drawable(_load(logits, winner, V, True, WHOLE), allowed, temperature, least, ASM)
     token = _token(x, tl.max(x, 1), winner + first_group, draws, key, to_base_2)
-    word = (order.to(tl.int64) << 32) | (0x7FFFFFFF - token).to(tl.int64)
+    word = (order.to(tl.int64) << 32) | (-token + _LAST).to(tl.int64)
+    finite = tl.min((highest < float("inf")).to(tl.int32), 0) == 1
+    word = tl.where(finite, word, tl.full([], _NOT_FINITE_WORD, tl.int64))
     WORDS += index * programs
     tl.store(WORDS + program, word)
     if tl.atomic_add(ARRIVALS, 1, sem="acq_rel", scope="gpu") == programs - 1:
@@ -233,7 +262,7 @@ def _sample(
             at = first + tl.arange(0, _WORDS)
             words = tl.load(WORDS + at, mask=at < programs, other=-(2**63), cache_modifier=".cg")
             word = tl.maximum(word, tl.max(words, 0))
-        tl.store(OUT + index, word if WORD else 0x7FFFFFFF - (word & 0x7FFFFFFF))
+        tl.store(OUT + index, word if WORD else -(word & _LOW) + _LAST)
         tl.store(ARRIVALS, 0)
         tl.store(BEST, _NONE)
 

@@ -7,7 +7,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 GROUP = 8  # tokens that race as one: 16 bytes of 16-bit logits
-LAST = 0x7FFFFFFF  # a word's lower half is this less the token, so that the lowest of equals wins
+LOW = 0x7FFFFFFF  # the bits of a word's lower half
+LAST = 0x7FFFFFFE  # the lower half is this less the token, so that the lowest of equals wins
+NOT_FINITE = -1  # instead of the token of a row with NaN or infinity
+NOT_FINITE_WORD = (LOW << 32) | (LAST - NOT_FINITE)  # beats the words of all tokens
 _INF = float("inf")
 
 
@@ -22,9 +25,14 @@ def sample(
     mask_at: Tensor | None = None,
 ) -> Tensor:
     """See the package's docstring."""
-    if masks is not None and mask_at is not None:
-        logits = masked(logits, masks, mask_at)
-    return _drawn(logits, (rows, temperature, seed, position), least)[1]
+    allowed = logits if masks is None or mask_at is None else masked(logits, masks, mask_at)
+    tokens = _drawn(allowed, (rows, temperature, seed, position), least)[1]
+    return tokens.masked_fill_(not_finite(logits), NOT_FINITE)
+
+
+def not_finite(logits: Tensor) -> Tensor:
+    """Return bool [S]: which rows of logits [S, V] hold NaN or infinity."""
+    return ~(logits.amax(-1) < _INF)  # the largest of numbers with a NaN is NaN
 
 
 def sample_words(
@@ -33,8 +41,9 @@ def sample_words(
     """See the package's docstring."""
     scores, tokens = _drawn(logits, (rows, temperature, seed, position), None, first // GROUP)
     bits = (scores + 0.0).view(torch.int32)  # -0 is 0
-    ordered = bits ^ ((bits >> 31) & LAST)
-    return (ordered.long() << 32) | (LAST - tokens - first)
+    ordered = bits ^ ((bits >> 31) & LOW)
+    words = (ordered.long() << 32) | (LAST - tokens - first)
+    return words.masked_fill_(not_finite(logits), NOT_FINITE_WORD)
 
 
 def _drawn(

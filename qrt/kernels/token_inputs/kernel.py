@@ -154,7 +154,8 @@ def _advance(rows, tokens, drawn, last_token, length, S, ROWS: tl.constexpr, lau
     real = at < S
     row = tl.load(rows + at, mask=real, other=0)
     more = 1 if drawn is None else tl.load(drawn + at, mask=real, other=0)
-    tl.store(last_token + row, tl.load(tokens + at, mask=real, other=0), mask=real)
+    token = tl.maximum(tl.load(tokens + at, mask=real, other=0), 0)
+    tl.store(last_token + row, token, mask=real)
     tl.store(length + row, tl.load(length + row, mask=real, other=0) + more, mask=real)
 
 

@@ -52,5 +52,5 @@ def token_inputs(
 
 def advance(rows: Tensor, tokens: Tensor, drawn: Tensor | None, last_token: Tensor, length: Tensor) -> None:
     """See the package's docstring."""
-    last_token.index_copy_(0, rows, tokens)
+    last_token.index_copy_(0, rows, tokens.clamp(min=0))
     length.index_add_(0, rows, torch.ones_like(rows, dtype=torch.int32) if drawn is None else drawn)

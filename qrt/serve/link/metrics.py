@@ -212,6 +212,7 @@ class EngineMetrics(Collector):
             "prompt_tokens_per_second": (self._num_prompt - prompt) / seconds,
             "generation_tokens_per_second": (self._num_output - output) / seconds,
             "preemptions": scheduler.num_pauses,
+            "corrupted": scheduler.num_corrupted,
         }
 
     def log(self, logger: logging.Logger) -> None:
@@ -253,6 +254,10 @@ class EngineMetrics(Collector):
             yield gauge
         counters = {
             "num_preemptions": ("Requests paused for lack of slots.", load["preemptions"]),
+            "corrupted_requests": (
+                "Requests that ended because the model gave NaN or infinity.",
+                load["corrupted"],
+            ),
             "prefix_cache_queries": ("Prompt tokens looked up.", load["prefix_query_tokens"]),
             "prefix_cache_hits": ("Prompt tokens found.", load["prefix_hit_tokens"]),
             "prompt_tokens": ("Prompt tokens of requests that have been started.", self._num_prompt),

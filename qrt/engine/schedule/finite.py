@@ -1,0 +1,32 @@
+"""Say that a model gave NaN or infinity where an answer needs numbers."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from qrt.engine.schedule.scores import Scores, Vectors
+
+REMEDY = "run the model in bfloat16 or float32 and with --kv fp16, or check its weights"
+
+
+def token_fault(token: int, index: int, logprobs: Scores | None) -> str | None:
+    """Return what is wrong with output token `index`, counted from 1; None: nothing.
+
+    `token` is negative (`qrt.kernels.sample.NOT_FINITE`) where the logits are not finite.
+    """
+    if token >= 0 and (logprobs is None or not np.isnan(logprobs.logprobs).any()):
+        return None
+    return f"logits of output token {index}: expected finite numbers, got NaN or infinity; {REMEDY}"
+
+
+def prompt_fault(first: int, scores: Scores | None, pooled: Vectors | None) -> str | None:
+    """Return what is wrong with what a step made of a prompt; None: nothing.
+
+    `first` is the position of the first token that `scores` are of.
+    """
+    if pooled is not None and not np.isfinite(pooled).all():
+        return f"vector of the prompt: expected finite numbers, got NaN or infinity; {REMEDY}"
+    if scores is not None and (wrong := np.isnan(scores.logprobs)).any():
+        at = first + int(wrong.argmax())
+        return f"logits of prompt token {at}: expected finite numbers, got NaN or infinity; {REMEDY}"
+    return None
