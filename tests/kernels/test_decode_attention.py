@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from backends import COMPILED, GPU
 from cases import one_in
 from qrt.kernels.decode_attention import decode_attention, kernel, plan, ref
-from qrt.kernels.decode_attention.blocks import MEASURED, measured_block
+from qrt.kernels.decode_attention.blocks import measured_block
 from qrt.kernels.decode_attention.plan import cut, max_cuts, max_parts, plan_parts
 from qrt.kernels.kv_write import kernel as kv_write_kernel
 from qrt.kernels.kv_write.kernel import kv_write
@@ -129,23 +129,34 @@ def test_query_heads_of_a_kv_head(device, group):
             assert error(got, truth(q, held)) < bound(name, torch.float16)
 
 
-BLOCKS = [
-    (name, columns, block)
+GROUPS = {8: 7, 16: 9, 32: 17}  # query heads of a KV head, by the columns that they take
+BLOCKS = sorted({
+    (name, columns, heads, measured_block(KV_FORMATS[name], requests, heads * group, heads))
     for name in KV_FORMATS
-    for measured in [MEASURED[KV_FORMATS[name].widths]]
-    for columns, blocks in [(8, measured.single), *measured.paired.items()]
-    for block in dict.fromkeys(blocks.values())
-]
+    for columns, group in GROUPS.items()
+    for requests in (1, 2, 4, 17, 33, 48, 128, 192)
+    for heads in (1, 2)
+})  # fmt: skip
+ALONE = {(name, columns, block) for name, columns, heads, block in BLOCKS if heads == 1}
+BLOCKS = [each for each in BLOCKS if each[2] == 1 or (each[0], each[1], each[3]) not in ALONE]
 
 
-@pytest.mark.parametrize("name, columns, block", BLOCKS)
-def test_every_block(device, monkeypatch, name, columns, block):
+@pytest.mark.ptx
+@pytest.mark.parametrize("name, columns, heads, block", BLOCKS)
+def test_every_block_with_all_its_columns(device, monkeypatch, name, columns, heads, block):
     """Whatever number of requests it is for; also where query heads leave columns empty."""
     monkeypatch.setattr(kernel, "block_of", lambda *_: block)
-    for group in (columns // 2, columns // 2 - 1):
-        held = cache(name, [150, 3], 2, 64, torch.float16, device)
-        q = queries(2, 2 * group, 64, torch.float16, device, name)
-        assert error(run(kernel.decode_attention, q, held, 2), truth(q, held)) < bound(name, torch.float16)
+    group, dtype = GROUPS[columns], torch.bfloat16 if COMPILED else torch.float16
+    held = cache(name, [block.tokens + 6, 3], heads, 64, dtype, device)
+    q = queries(2, heads * group, 64, dtype, device, name)
+    assert error(run(kernel.decode_attention, q, held), truth(q, held)) < bound(name, dtype)
+
+
+def test_no_block_multiplies_by_warp_groups():
+    """ptxas 12.8 computes where their operands are from registers that hold something else."""
+    for name, columns, _, block in BLOCKS:
+        assert columns == 8 or block.warps < 4 and block.tokens <= 64, (name, columns, block)
+    assert any(block.warps == 4 for *_, block in BLOCKS)
 
 
 @pytest.mark.gpu

@@ -11,11 +11,13 @@ from typing import NamedTuple
 
 import torch
 
+from qrt.kernels.sizes import next_power_of_2
 from qrt.quant.kv import KV_FORMATS
 from qrt.quant.kv.base import KVFormat
 
 DOT_COLUMNS = 8  # the least of a tensor-core dot; fewer heads cost as much
 WIDE_TOKENS = 64  # most tokens of a tile whose queries take more columns
+WIDE_WARPS = 2  # most warps of its program; four are a warp group
 
 
 class DecodeBlock(NamedTuple):
@@ -115,16 +117,20 @@ UNMEASURED = Blocks({1: _SOME})  # for other widths: fewest registers, one head,
 def measured_block(fmt: KVFormat, requests: int, num_heads: int, num_kv_heads: int) -> DecodeBlock:
     """Return the fastest block for `requests` requests, with 16-bit queries and heads of 64 or 128.
 
-    More query heads than DOT_COLUMNS take tiles of at most WIDE_TOKENS: Triton 3.6 compiles int8's tile of
-    128 tokens with 16 columns into reads outside of shared memory.
+    Queries that take more than DOT_COLUMNS get tiles of at most WIDE_TOKENS and programs of at most
+    WIDE_WARPS. Triton would let four warps multiply as a group (wgmma), and ptxas 12.8, which Triton 3.6 and
+    3.7 bring, then computes where an operand is from a register that holds something else
+    (docs/kernels-journal.md).
     """
     blocks, group = MEASURED.get(fmt.widths, UNMEASURED), num_heads // num_kv_heads
     columns = max(DOT_COLUMNS, 2 << (group - 1).bit_length())
     paired = blocks.paired.get(columns) if num_kv_heads % 2 == 0 else None
     by_requests = paired or blocks.single
     found = by_requests[max(least for least in by_requests if least <= max(requests, 1))]
-    tokens = found.tokens if group <= DOT_COLUMNS else min(found.tokens, WIDE_TOKENS)
-    return found._replace(tokens=tokens, appends=found.appends and fmt.appends)
+    found = found._replace(appends=found.appends and fmt.appends)
+    if found.heads * next_power_of_2(group) <= DOT_COLUMNS:
+        return found
+    return found._replace(tokens=min(found.tokens, WIDE_TOKENS), warps=min(found.warps, WIDE_WARPS))
 
 
 def block_of(measured: DecodeBlock, head_dim: int, dtype: torch.dtype) -> DecodeBlock:
