@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from qrt.errors import CheckpointError, ConfigError, UnsupportedError
 from qrt.quant.affine import choose_qparams, quantize
 from qrt.quant.checkpoint import CheckpointWriter, open_checkpoint
+from qrt.quant.checkpoint.compressed_tensors import target_of
 from qrt.quant.spec import Granularity, QuantSpec
 from qrt.quant.weight import WeightData
 from tiny_models import quantize_checkpoint, random_checkpoint
@@ -205,7 +206,7 @@ def test_two_runs_do_not_write_the_same_parts(source, tmp_path):
         raise RuntimeError
 
 
-def test_mixed_grids_are_named_module_by_module(source, tmp_path):
+def test_mixed_grids_are_named_below_the_class(source, tmp_path):
     """No group targets the class, to which vLLM would give every fused Linear."""
     other = ("w8a16", QuantSpec(8, True, Granularity.GROUP, 128))
     plain = open_checkpoint(source)
@@ -223,7 +224,10 @@ def test_mixed_grids_are_named_module_by_module(source, tmp_path):
                 mixed.add_linear(module, WeightData(codes, scale, zero, bits=spec.bits))
     read = open_checkpoint(tmp_path / "out")
     groups = read.config["quantization_config"]["config_groups"]
-    assert sorted(groups["group_0"]["targets"] + groups["group_1"]["targets"]) == modules
+    for group, inside in (("group_0", "self_attn"), ("group_1", "mlp")):
+        own = [module for module in modules if inside in module]
+        targets = groups[group]["targets"]
+        assert [m for m in modules if target_of(m, targets)] == own and "Linear" not in targets
     for module in modules:
         assert read.linear(module)[0] == eights.get(module, ("w4a16",))[0]
     ids = torch.arange(12)[None]

@@ -14,14 +14,14 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from qrt.errors import CheckpointError, UnsupportedError
-from qrt.quant.checkpoint.config_group import ACTIVATIONS, REGEX, Group, layout_of, patterns, read_group
+from qrt.quant.checkpoint.config_group import ACTIVATIONS, Group, layout_of, patterns, read_group
 from qrt.quant.checkpoint.folder import TensorFolder
 from qrt.quant.checkpoint.format import REMEDY, CheckpointFormat, Plain
+from qrt.quant.module_names import HEAD, REGEX, is_head, names_of, patterns_of
 from qrt.quant.spec import QuantSpec
 from qrt.quant.weight import WEIGHT_SCHEMES, WeightData
 
 LINEAR = "Linear"  # class name of every module that `Checkpoint.linear` reads
-HEAD = "lm_head"  # its class is ParallelLMHead in vLLM
 # Entries that change what the model computes; they may be absent or empty.
 REFUSED = {
     "kv_cache_scheme": "delete the entry and choose the KV format with --kv",
@@ -48,7 +48,8 @@ class CompressedTensors(CheckpointFormat):
             )
         read = [read_group(where, name, entry, config.get("format")) for name, entry in groups.items()]
         self._groups = {target: group for group in read for target in group.targets}  # the last one wins
-        modules = {name.rpartition(".")[0] for name in tensors.names()}
+        self._listed = {*self._ignore, *self._groups}
+        modules = {own for name in tensors.names() for own in names_of(name.rpartition(".")[0])}
         for target in self._groups:
             if modules and not target.startswith(REGEX) and target != LINEAR and target not in modules:
                 raise UnsupportedError(
@@ -58,7 +59,7 @@ class CompressedTensors(CheckpointFormat):
 
     def linear(self, tensors: TensorFolder, module: str) -> tuple[str, WeightData]:
         """Decode `module` as its group says; unquantized where it is ignored or no group targets it."""
-        group = self._group_of(module)
+        group = self._group_of(module, tensors)
         if group is None:
             return Plain().linear(tensors, module)
         return group.scheme, group.decode(tensors, module)
@@ -68,12 +69,26 @@ class CompressedTensors(CheckpointFormat):
         group = self._group_of(module)
         return ("fp16", None) if group is None else (group.scheme, group.spec)
 
-    def _group_of(self, module: str) -> Group | None:
-        """Return the group whose target means `module`; None where it is ignored or no group targets it."""
-        if target_of(module, self._ignore) is not None:
-            return None
-        target = target_of(module, self._groups)
-        return None if target is None else self._groups[target]
+    def _group_of(self, module: str, tensors: TensorFolder | None = None) -> Group | None:
+        """Return the group whose target means `module`; None where it is ignored or no group targets it.
+
+        Tools list modules by the names that transformers had when they ran (`names_of`). A name that is
+        listed counts first, then that of the tensors. If the file says nothing of that one, the first of the
+        others, or the class, counts that agrees with `tensors`.
+        """
+        names = sorted(names_of(module), key=lambda name: name not in self._listed)
+        said = [group for name in names for group in self._said_of(name)] + [self._groups.get(LINEAR)]
+        if tensors is not None and not self._said_of(module):
+            quantized = tensors.has(f"{module}.weight_scale")
+            said = [group for group in said if (group is not None) is quantized] or said
+        return said[0]
+
+    def _said_of(self, name: str) -> list[Group | None]:
+        """Return the group that means a Linear of this name, None where it is ignored, or nothing."""
+        if target_of(name, self._ignore) is not None:
+            return [None]
+        target = target_of(name, self._groups)
+        return [] if target is None or target == LINEAR else [self._groups[target]]
 
 
 def _is_dense(entry: Any) -> bool:
@@ -103,17 +118,18 @@ def quantization_config(
 ) -> dict[str, Any]:
     """Return the minimal config of a checkpoint whose Linears all have `scheme`, except those in `ignore`.
 
-    `overrides` are modules on other grids; with them every group names its `modules`, because vLLM gives a
-    fused Linear to a group that targets the class before it looks for the names of its parts. A quantized
-    head is among the overrides or the modules and is always named.
+    `overrides` are modules on other grids; with them every group means its `modules` alone, because vLLM
+    gives a fused Linear to a group that targets the class before it looks for the names of its parts. A
+    quantized head is among the overrides or the modules and is always named. Regular expressions mean the
+    others under all their names: files, transformers and engines do not agree in them.
     """
     default = (scheme, spec)
     targets = dict.fromkeys(modules, default) | dict(overrides or {})
-    if {grid for module, grid in targets.items() if module != HEAD} <= {default}:
-        targets = {LINEAR: default} | {module: grid for module, grid in targets.items() if module == HEAD}
+    if {grid for module, grid in targets.items() if not is_head(module)} <= {default}:
+        targets = {LINEAR: default} | {module: grid for module, grid in targets.items() if is_head(module)}
     kinds = sorted(set(targets.values()), key=lambda grid: (grid != default, str(grid)))
     groups = {
-        f"group_{n}": _entry(*kind, [target for target, grid in targets.items() if grid == kind])
+        f"group_{n}": _entry(*kind, targets_of([target for target, grid in targets.items() if grid == kind]))
         for n, kind in enumerate(kinds)
     }
     formats = {group["format"] for group in groups.values()}
@@ -125,6 +141,13 @@ def quantization_config(
         "config_groups": groups,
         "qrt": dict(metadata),
     }
+
+
+def targets_of(modules: Sequence[str]) -> list[str]:
+    """Return targets that mean `modules`: the class and the head by name, expressions of all others."""
+    named = [name for name in modules if name in (LINEAR, HEAD)]
+    others = patterns_of(name for name in modules if name not in named)
+    return [*named, *(REGEX + pattern for pattern in others)]
 
 
 def _entry(scheme: str, spec: QuantSpec, targets: list[str]) -> dict[str, Any]:

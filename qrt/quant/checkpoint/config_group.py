@@ -15,12 +15,12 @@ from qrt.quant.checkpoint import mxfp4
 from qrt.quant.checkpoint.folder import TensorFolder
 from qrt.quant.checkpoint.format import REMEDY, block_of
 from qrt.quant.checkpoint.layout import FloatQuantized, IntQuantized, Layout, PackQuantized
+from qrt.quant.module_names import REGEX
 from qrt.quant.spec import Granularity, QuantSpec
 from qrt.quant.weight import WEIGHT_SCHEMES, WeightData
 
 logger = logging.getLogger(__name__)
 
-REGEX = "re:"
 NAIVE = "naive-quantized"  # old name of the two layouts with one byte per code
 LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in (PackQuantized(), IntQuantized())}
 # Defaults of `weights` and `input_activations` (QuantizationArgs of compressed-tensors).

@@ -34,6 +34,7 @@ from qrt.quant.checkpoint.format import (
     order_of,
     setting,
 )
+from qrt.quant.module_names import names_of
 from qrt.quant.packing import WORD_BITS, pack, unpack
 from qrt.quant.weight import weight_only
 from qrt.quant.weight.base import WeightData
@@ -123,8 +124,9 @@ class Gptq(CheckpointFormat):
         return None
 
     def _overrides(self, module: str) -> Mapping[str, Any]:
-        """Return what the first matching rule of `dynamic` changes for `module`."""
-        return next((changes for pattern, changes in self._rules if pattern.match(module)), {})
+        """Return what the first rule of `dynamic` that matches a name of `module` changes."""
+        names = names_of(module)
+        return next((changes for rule, changes in self._rules if any(map(rule.match, names))), {})
 
 
 def _rules(where: str, dynamic: Any) -> list[tuple[re.Pattern[str], Mapping[str, Any]]]:

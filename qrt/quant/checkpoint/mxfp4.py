@@ -25,6 +25,7 @@ from qrt.errors import CheckpointError
 from qrt.quant import e2m1
 from qrt.quant.checkpoint.folder import TensorFolder
 from qrt.quant.checkpoint.format import CheckpointFormat, Plain, bias_of, group_count
+from qrt.quant.module_names import names_of
 from qrt.quant.spec import Codes, QuantSpec
 from qrt.quant.weight import WEIGHT_SCHEMES
 from qrt.quant.weight.base import WeightData
@@ -56,7 +57,8 @@ class Mxfp4(CheckpointFormat):
 
     def grid(self, module: str) -> tuple[str, QuantSpec | None]:
         """See CheckpointFormat."""
-        left = any(name.match(module) or module.endswith(name.pattern) for name in self._left)
+        names = names_of(module)
+        left = any(rule.match(name) or name.endswith(rule.pattern) for rule in self._left for name in names)
         if left or not EXPERTS.fullmatch(module):
             return "fp16", None
         return SCHEME, WEIGHT_SCHEMES[SCHEME].spec
