@@ -115,7 +115,7 @@ class Arch:
     unit_head        rows of the head are normalized to length 1
     experts          the mixture that sparse layers have in place of the mlp
     headless         there is no head of a vocabulary: what stands for one is the embedding's table, never run
-    ignored          beginnings of names of tensors that the model does not read
+    ignored          beginnings of names of tensors that the model does not read, wherever its body lies
     """
 
     name: str

@@ -12,14 +12,7 @@ from qrt.errors import CheckpointError
 from qrt.model.stacks import stacks
 from qrt.quant.checkpoint import Checkpoint
 from qrt.quant.checkpoint.reader import is_unread
-
-# where else the text half of a model that reads images is stored: beginnings of names
-MOVED = (
-    ("language_model.model.", "model.language_model."),
-    ("model.language_model.", "language_model.model."),
-    ("model.language_model.", "model."),
-    ("model.", "model.language_model."),
-)
+from qrt.quant.module_names import below, names_of
 
 CORRECTION = "e_score_correction_bias"  # what families call the tensor that corrects scores of experts
 
@@ -28,14 +21,17 @@ def place_names(arch: Arch, checkpoint: Checkpoint) -> Arch:
     """Return `arch` with the names under which the checkpoint holds it.
 
     Checkpoints of a body alone leave its first name out ("h.0" for "transformer.h.0"), and those of models
-    that read images have been saved with the text half in two places.
+    that read images have been saved with the text half, and the head, in several places.
     """
-    stored = checkpoint.names()
-    for old, new in (("", ""), (arch.names.embed.partition(".")[0] + ".", ""), *MOVED):
-        names = arch.names.outer(lambda name, old=old, new=new: name.replace(old, new, 1))  # type: ignore[misc]
-        if f"{names.embed}.weight" in stored:
-            return _stacked(replace(arch, names=names), checkpoint)
-    return arch
+    names = arch.names
+    embed = next((name for name in names_of(names.embed) if checkpoint.has(f"{name}.weight")), None)
+    if embed is None:
+        return arch
+    top = embed.removesuffix(below(embed))
+    modules = {name.rpartition(".")[0] for name in checkpoint.names()}
+    head = next((name for name in names_of(names.head) if name in modules), names.head)
+    placed = replace(names.outer(lambda name: top + below(name)), head=head)
+    return _stacked(replace(arch, names=placed), checkpoint)
 
 
 def _stacked(arch: Arch, checkpoint: Checkpoint) -> Arch:
@@ -57,8 +53,8 @@ def check_names(arch: Arch, checkpoint: Checkpoint) -> None:
     """Check that every module and bias which the config asks for is there, and nothing else."""
     wanted, biases = set(modules(arch)), set(_biases(arch))
     names = [name for name in checkpoint.names() if not is_unread(name)]
-    if arch.ignored:
-        names = [name for name in names if not name.startswith(arch.ignored)]
+    ignored = set(_ignored(arch, names))
+    names = [name for name in names if name not in ignored]
     found = {name.rpartition(".")[0] for name in names}
     if missing := sorted(wanted - found) + sorted(biases - set(names)):
         raise CheckpointError(
@@ -79,6 +75,28 @@ def check_names(arch: Arch, checkpoint: Checkpoint) -> None:
             f"{checkpoint.path}: {len(unused)} tensors that {arch.name} with this config.json "
             f"does not use: {first_few(unused)}; correct config.json or delete them"
         )
+
+
+def unread(arch: Arch, checkpoint: Checkpoint) -> list[str]:
+    """Return the parts of a checkpoint with matrices that the architecture does not read: "visual", "score".
+
+    They are what reads images, heads of classes, and layers that predict further tokens ("layers.61").
+    """
+    layers, found = f"{below(arch.names.layers)}.", []
+    for name in _ignored(arch, checkpoint.names()):
+        inside = below(name)
+        if inside.startswith(layers):
+            found.append(layers + inside.removeprefix(layers).partition(".")[0])
+        elif len(checkpoint.spec(name).shape) > 1:
+            found.append(inside.partition(".")[0])
+    return list(dict.fromkeys(found))
+
+
+def _ignored(arch: Arch, names: list[str]) -> list[str]:
+    """Return those of the names of tensors that the architecture does not read, wherever they lie."""
+    heads = (f"{name}." for name in names_of(arch.names.head) if arch.headless)
+    starts = tuple(map(below, (*arch.ignored, *heads)))
+    return [name for name in names if below(name).startswith(starts)]
 
 
 def modules(arch: Arch) -> Iterator[str]:

@@ -15,6 +15,7 @@ from qrt.errors import CheckpointError
 from qrt.model.names import place_names
 from qrt.quant.checkpoint import Checkpoint
 from qrt.quant.checkpoint.format import FLOATS
+from qrt.quant.module_names import below
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ def _modules(checkpoint: Checkpoint) -> list[str]:
     found = sorted(
         name.removesuffix(".weight")
         for name in checkpoint.names()
-        if name.startswith(POOLING_HEADS) and name.endswith(".weight")
+        if below(name).startswith(POOLING_HEADS) and name.endswith(".weight")
     )
     if not found:
         raise CheckpointError(

@@ -17,8 +17,6 @@ from qrt.errors import UnsupportedError
 # beginnings of the names of what reads images
 IMAGES = (
     "vision_tower.", "vision_model.", "visual.", "multi_modal_projector.", "mlp1.", "image_newline",
-    "model.vision_tower.", "model.vision_model.", "model.visual.", "model.multi_modal_projector.",
-    "model.image_newline",
 )  # fmt: skip
 ABOVE = ("tie_word_embeddings", "eos_token_id", "dtype", "torch_dtype")
 TEXT: Mapping[str, Callable[[Entries], Arch]] = {
