@@ -17,11 +17,13 @@ from qrt.cli import ArgumentParser, add_hub_flags, run_main
 from qrt.errors import CheckpointError, UnsupportedError
 from qrt.folder import read_config
 from qrt.location import EXPECTED, model_folder, model_name
+from qrt.model.names import place_names, unread
 from qrt.quant.checkpoint import Checkpoint, awq, gptq, open_checkpoint
-from qrt.quant.checkpoint.compressed_tensors import quantization_config
+from qrt.quant.checkpoint.compressed_tensors import quantization_config, targets_of
 from qrt.quant.checkpoint.config_group import layout_of
 from qrt.quant.checkpoint.format import FLOATS
 from qrt.quant.checkpoint.output import OutputFolder
+from qrt.quant.module_names import HEAD, REGEX, inner_names, inside_pattern, patterns_of
 from qrt.quant.packing import WORD_BITS
 from qrt.quant.spec import Codes, Granularity, QuantSpec
 from qrt.quant.weight import WEIGHT_SCHEMES, WeightData
@@ -72,7 +74,7 @@ def convert(model: str | Path, target: str, out: Path, *, weight_only: bool = Fa
     source = open_checkpoint(model)
     if not source.quantization:
         raise UnsupportedError(f"{source.path}: not quantized; qrt-calibrate --model quantizes it")
-    arch = read_arch(source.config, source.path)
+    arch = place_names(read_arch(source.config, source.path), source)
     modules, dtype = _linears(source, arch), _dtype(source, arch)
     if target != "compressed-tensors" and arch.names.head in modules:
         if source.linear(arch.names.head)[1].scale is not None:
@@ -89,9 +91,10 @@ def convert(model: str | Path, target: str, out: Path, *, weight_only: bool = Fa
         if arch.names.head in grids:  # not the embedding any more, whatever the source said
             source.config["tie_word_embeddings"] = False
         routers = [f"{layer}.{name}" for layer, own in _layers(arch) for name in own.routers]
-        others = dict.fromkeys((arch.names.head, *modules, *routers))
+        heads = () if arch.names.head in grids else (HEAD, arch.names.head)
+        others = dict.fromkeys((*heads, *modules, *routers))
         left_out = [module for module in others if module not in grids]
-        settings = settings_of(target, grids, left_out)
+        settings = settings_of(target, grids, left_out, unread(arch, source))
     except BaseException:
         folder.abandon()
         raise
@@ -191,25 +194,34 @@ def encode(
     return gptq.encode(weight)
 
 
-def settings_of(target: str, grids: Grids, left_out: list[str]) -> dict[str, Any]:
-    """Return the quantization_config of the converted checkpoint."""
+def settings_of(target: str, grids: Grids, left_out: Sequence[str], parts: Sequence[str]) -> dict[str, Any]:
+    """Return the quantization_config of the converted checkpoint.
+
+    It leaves out the Linears `left_out`, and `parts` of the model with all that is in them.
+    """
     if not grids:
         raise CheckpointError("nothing in the checkpoint is quantized")
     default = next(iter(grids.values()))
     if target == "compressed-tensors":
         others = {module: grid for module, grid in grids.items() if grid != default}
-        return quantization_config(*default, left_out, {}, others, sorted(grids))
+        ignore = [*targets_of(left_out), *(REGEX + inside_pattern(part) for part in parts)]
+        return quantization_config(*default, ignore, {}, others, sorted(grids))
     spec = default[1]
     group = spec.group_size or -1
     if target == "awq":
-        settings = {"version": "gemm", "zero_point": not spec.symmetric, "modules_to_not_convert": left_out}
+        # as ends, beginnings or parts of names, not as expressions
+        names = [name for module in left_out for name in inner_names(module)]
+        names += [name for part in parts for name in (part, f"model.{part}")]
+        left = list(dict.fromkeys(names))
+        settings = {"version": "gemm", "zero_point": not spec.symmetric, "modules_to_not_convert": left}
     else:
+        patterns = *patterns_of(left_out), *map(inside_pattern, parts)
         settings = {
             "checkpoint_format": "gptq_v2",
             "sym": spec.symmetric,
             "desc_act": True,  # readers follow g_idx, in whatever order it is
             "lm_head": False,
-            "dynamic": {f"-:^{module.replace('.', '[.]')}$": {} for module in left_out},
+            "dynamic": {f"-:{pattern}": {} for pattern in patterns},
         }
     return {"quant_method": target, "bits": spec.bits, "group_size": group, **settings}
 

@@ -16,6 +16,7 @@ from qrt.arch import Arch
 from qrt.arch.read import read_arch
 from qrt.errors import QrtError
 from qrt.quant.checkpoint import open_checkpoint
+from qrt.quant.checkpoint.compressed_tensors import target_of
 from qrt_calibrate import cli
 from qrt_calibrate.estimate.preflight import preflight
 from qrt_calibrate.job.plan import plan
@@ -226,7 +227,8 @@ def test_the_result_runs_everywhere_and_is_better_than_nearest(best, mixture, ca
     assert torch.equal(logits, by_hand(mixture, best)(windows(2)).logits)
     config = json.loads((best / "config.json").read_text())["quantization_config"]
     routers = [f"model.layers.{index}.{name}" for index in range(2) for name in arch_of(mixture).routers]
-    assert config["ignore"] == ["lm_head", *routers]
+    assert config["ignore"][0] == "lm_head"
+    assert all(target_of(router, config["ignore"]) for router in routers)
     assert config["config_groups"]["group_0"]["weights"]["symmetric"] is True
     source, result = (open_checkpoint(folder) for folder in (mixture, best))
     for router in routers:

@@ -17,7 +17,7 @@ from qrt_calibrate.estimate.sizes import (
 )
 from qrt_calibrate.job.plan import Job
 from qrt_calibrate.recipe.recipe import Grid, Recipe, grid_of
-from qrt_calibrate.recipe.selection import matches
+from qrt_calibrate.recipe.selection import meant
 
 SLACK = 1e-9  # rounding error of sums, in bits per weight
 SIXTEEN = 16  # stands for the width a Linear already has, which is 32 in a float32 checkpoint
@@ -153,13 +153,13 @@ def _grid(own: Grid, scheme: str, bits: int) -> Grid:
 
 def _units(job: Job, grids: Mapping[int, Grid | None]) -> list[Unit]:
     """Return the fused Linears whose width neither --ignore nor an override decides."""
-    patterns = [override.pattern for override in job.recipe.overrides]
+    patterns = (override.pattern for override in job.recipe.overrides)
+    settled = {name for pattern in patterns for name in meant(job.arch, job.grids, pattern)}
     units = []
     for index in range(job.arch.num_layers):
         for _, names in job.arch.at(index).fuse:
             parts = tuple(f"{job.layer_name(index)}.{name}" for name in names)
-            settled = any(matches(part, pattern) for part in parts for pattern in patterns)
-            if job.grids[parts[0]] is not None and not settled:
+            if job.grids[parts[0]] is not None and settled.isdisjoint(parts):
                 weights = linear_weights(job.checkpoint, parts)
                 stored = [job.checkpoint.spec(f"{part}.weight") for part in parts]
                 sizes = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,10 +14,11 @@ from qrt.arch.read import read_arch
 from qrt.errors import CheckpointError, ConfigError, UnsupportedError
 from qrt.folder import read_config
 from qrt.location import model_folder
-from qrt.model.names import place_names
+from qrt.model.names import place_names, unread
 from qrt.quant.checkpoint import Checkpoint
-from qrt.quant.checkpoint.compressed_tensors import HEAD
+from qrt.quant.checkpoint.compressed_tensors import targets_of
 from qrt.quant.checkpoint.format import FLOATS
+from qrt.quant.module_names import HEAD, REGEX, inside_pattern
 from qrt.quant.weight import WEIGHT_SCHEMES
 from qrt_calibrate.job.calibrated import uncalibrated, untrained
 from qrt_calibrate.job.names import check_stored
@@ -27,12 +27,9 @@ from qrt_calibrate.model.untie import UntiedCheckpoint
 from qrt_calibrate.recipe.groups import check_groups, choose_groups
 from qrt_calibrate.recipe.method import Scales
 from qrt_calibrate.recipe.recipe import Grid, Recipe
-from qrt_calibrate.recipe.selection import REGEX, matched, select
+from qrt_calibrate.recipe.selection import matched, select
 from qrt_calibrate.rounding.rtn import round_weight
 from qrt_calibrate.tuning.training import Training
-
-# routers that classes of transformers know by other names, and would take for Linears to quantize
-ROUTERS = dict.fromkeys(("PhimoeForCausalLM", "PhiMoEForCausalLM"), ("mlp.router",))
 
 
 @dataclass(frozen=True)
@@ -92,35 +89,17 @@ class Job:
 
     @property
     def ignored(self) -> list[str]:
-        """The Linears that stay unquantized, routers, an unquantized head and those of images among them."""
+        """Targets that mean what stays unquantized: Linears, routers, a head, and all that reads images."""
         routers = [
             f"{self.layer_name(index)}.{name}"
             for index in range(self.arch.num_layers)
-            for name in (*self.arch.at(index).routers, *ROUTERS.get(self.arch.name, ()))
+            for name in self.arch.at(index).routers
         ]
-        own = (self.arch.names.head, HEAD)  # some models of transformers know the head by this name alone
-        head = [] if self.recipe.head else dict.fromkeys(own)
+        own = (HEAD, self.arch.names.head)  # some models of transformers know the head by the first alone
+        head = () if self.recipe.head else dict.fromkeys(own)
         plain = (name for name, grid in self.grids.items() if grid is None)
-        return [*head, *routers, *plain, *self._unread()]
-
-    def _unread(self) -> list[str]:
-        """Return patterns of the modules with matrices that the architecture does not read.
-
-        They are those of images, which engines know by other names than checkpoints do, of which they share
-        one part, and layers that predict further tokens.
-        """
-        names = [name for name in self.checkpoint.names() if name.startswith(self.arch.ignored)]
-        layers = f"{self.arch.names.layers}."
-        further = {
-            name[: name.index(".", len(layers)) + 1]: None for name in names if name.startswith(layers)
-        }
-        names = [name for name in names if not name.startswith(layers)]
-        matrices = (name for name in names if len(self.checkpoint.spec(name).shape) > 1)
-        parts = dict.fromkeys(name.removeprefix("model.").partition(".")[0] for name in matrices)
-        return [
-            *(REGEX + re.escape(layer) for layer in further),
-            *(rf"{REGEX}(.*\.)?{part}\." for part in parts),
-        ]
+        others = map(inside_pattern, unread(self.arch, self.checkpoint))
+        return [*targets_of([*head, *routers, *plain]), *(REGEX + pattern for pattern in others)]
 
     @property
     def alike(self) -> list[list[int]]:
@@ -168,8 +147,9 @@ def plan(checkpoint: Checkpoint, recipe: Recipe, *devices: torch.device) -> Job:
         raise ConfigError(
             f"--seqlen: expected at most the model's {arch.max_position}, got {recipe.seqlen}; lower it"
         )
-    recipe, notes = choose_groups(checkpoint, matched(arch, recipe), recipe)
-    grids = select(arch, recipe)
+    others = {name.rpartition(".")[0] for name in checkpoint.names()}
+    recipe, notes = choose_groups(checkpoint, matched(arch, recipe, others), recipe)
+    grids = select(arch, recipe, others)
     if recipe.head:
         if arch.unit_head or arch.names.head != HEAD:
             why = "normalizes its rows" if arch.unit_head else f"calls it {arch.names.head}"

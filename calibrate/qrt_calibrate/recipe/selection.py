@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from fnmatch import fnmatchcase
 
 from qrt.arch import Arch
 from qrt.errors import ConfigError
+from qrt.quant.module_names import REGEX, TOPS, below, names_of
 from qrt.registry import nearest
 from qrt_calibrate.recipe.recipe import Grid, Recipe
 
-REGEX = "re:"
 
-
-def select(arch: Arch, recipe: Recipe) -> dict[str, Grid | None]:
+def select(arch: Arch, recipe: Recipe, others: Collection[str] = ()) -> dict[str, Grid | None]:
     """Return the grid of every Linear in the layers by full name, None where it stays unquantized.
 
-    Raises ConfigError: a pattern matches nothing, nothing is left to quantize, a fused group is split, or a
-    head is both ignored and to be rounded.
+    `others` are modules that are never quantized, which --ignore may mean too. Raises ConfigError: a pattern
+    matches nothing, nothing is left to quantize, a fused group is split, or a head is both ignored and to be
+    rounded.
     """
-    grids = matched(arch, recipe)
+    grids = matched(arch, recipe, others)
     if not any(grids.values()):
         raise ConfigError("nothing is left to quantize; remove a pattern of --ignore, or an override")
     _check_fused(arch, grids)
@@ -33,7 +33,7 @@ def _layers(arch: Arch) -> Iterator[tuple[str, Arch]]:
         yield f"{arch.names.layers}.{index}", arch.at(index)
 
 
-def matched(arch: Arch, recipe: Recipe) -> dict[str, Grid | None]:
+def matched(arch: Arch, recipe: Recipe, others: Collection[str] = ()) -> dict[str, Grid | None]:
     """Return what `select` does, without its checks of what is left and of fused groups."""
     grids: dict[str, Grid | None] = {
         f"{layer}.{projection}": recipe.grid for layer, own in _layers(arch) for projection in own.projections
@@ -42,7 +42,7 @@ def matched(arch: Arch, recipe: Recipe) -> dict[str, Grid | None]:
         for name in _matching(arch, list(grids), override.pattern, "an override"):
             grids[name] = override.grid
     for pattern in recipe.ignore:
-        for name in _matching(arch, [*grids, arch.names.head], pattern, "--ignore"):
+        for name in _matching(arch, [*grids, arch.names.head], pattern, "--ignore", others):
             if name != arch.names.head:
                 grids[name] = None
             elif recipe.head is not None:
@@ -54,10 +54,14 @@ def matched(arch: Arch, recipe: Recipe) -> dict[str, Grid | None]:
     return grids
 
 
-def _matching(arch: Arch, names: list[str], pattern: str, source: str) -> list[str]:
-    """Return the names that a pattern matches; ConfigError if there is none."""
-    found = [name for name in names if matches(name, pattern)]
-    if not found and matches(arch.names.head, pattern):
+def _matching(
+    arch: Arch, names: list[str], pattern: str, source: str, others: Collection[str] = ()
+) -> list[str]:
+    """Return the names that a pattern means; ConfigError if it means none, nor any of `others`."""
+    found = meant(arch, names, pattern)
+    if not found and meant(arch, others, pattern):
+        return []
+    if not found and meant(arch, [arch.names.head], pattern):
         raise ConfigError(
             f"{source} {pattern!r} means {arch.names.head}; use --head-bits, which alone rounds it"
         )
@@ -69,8 +73,22 @@ def _matching(arch: Arch, names: list[str], pattern: str, source: str) -> list[s
     return found
 
 
-def matches(name: str, pattern: str) -> bool:
-    """Whether a pattern of --ignore or of an override matches the Linear `name`."""
+def meant(arch: Arch, names: Collection[str], pattern: str) -> list[str]:
+    """Return those of the modules `names` that a pattern of --ignore or of an override means.
+
+    The names of the checkpoint count first; if none matches, those that other files and tools have for the
+    body, one way of naming after the other.
+    """
+    own = arch.names.layers.removesuffix(below(arch.names.layers))
+    ways = ([name for name in names if _matches(name, pattern, top)] for top in (own, *TOPS))
+    return next(filter(None, ways), [])
+
+
+def _matches(module: str, pattern: str, top: str) -> bool:
+    return any(_is_match(name, pattern) for name in names_of(module, top))
+
+
+def _is_match(name: str, pattern: str) -> bool:
     if pattern.startswith(REGEX):
         try:
             return re.match(pattern.removeprefix(REGEX), name) is not None
