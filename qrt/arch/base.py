@@ -16,7 +16,7 @@ from qrt.arch.layer import Layer, QScale, Reach
 from qrt.arch.rope import RopeConfig
 from qrt.errors import CheckpointError, UnsupportedError
 
-POOLING_HEADS = ("score.", "v_head.")  # of models that classify, in transformers and InternLM2
+POOLING_HEADS = ("score.", "classifier.", "v_head.")  # of models that classify, in transformers and InternLM2
 
 
 @dataclass(frozen=True)

@@ -101,11 +101,12 @@ def read_pooling(
     given = _given(pooler or {})
     if job == "embed":
         return Pooling("embed", **{**(modules or {}), "dimensions": _dimensions(config), **given})
-    return _classifier(config, "all" if job == "reward" else "last", given)
+    every = job == "reward" or name.endswith("ForTokenClassification")
+    return _classifier(config, "all" if every else "last", given)
 
 
 def _job_of(name: str) -> str:
-    if name.endswith("ForSequenceClassification"):
+    if name.endswith(("ForSequenceClassification", "ForTokenClassification")):
         return "classify"
     return "reward" if name.endswith("RewardModel") else "embed"
 

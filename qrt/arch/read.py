@@ -10,8 +10,8 @@ from qrt.errors import CheckpointError
 
 # What names of architectures end in: those that have no head of a vocabulary, and those that have one.
 BODIES = (
-    "ForSequenceClassification", "ForProcessRewardModel", "ForRewardModel", "ForTextEncoding",
-    "EmbeddingModel", "TextModel", "Model",
+    "ForSequenceClassification", "ForTokenClassification", "ForProcessRewardModel", "ForRewardModel",
+    "ForTextEncoding", "EmbeddingModel", "Model",
 )  # fmt: skip
 WITH_HEAD = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 
@@ -38,12 +38,16 @@ def _model_type(name: str) -> str:
     return name.removesuffix("ForCausalLM").replace("_", "").lower()
 
 
-def body_of(name: str) -> str | None:
-    """Return the causal model whose body the architecture `name` is; None for one with a head."""
+def body_of(name: str, images: bool = False) -> str | None:
+    """Return the causal model whose body the architecture `name` is; None for one with a head.
+
+    With `images` it is the one that reads them, if the family has two.
+    """
     if name in ARCHS:
         return None
-    stems = [name.removesuffix(end) for end in BODIES if name.endswith(end)]
-    return next((stem + end for stem in stems for end in WITH_HEAD if stem + end in ARCHS), None)
+    stems = [name.removesuffix(end).removesuffix("Text") for end in BODIES if name.endswith(end)]
+    ends = WITH_HEAD[::-1] if images else WITH_HEAD
+    return next((stem + end for stem in stems for end in ends if stem + end in ARCHS), None)
 
 
 def read_arch(config: Mapping[str, Any], path: str | Path) -> Arch:
@@ -55,7 +59,7 @@ def read_arch(config: Mapping[str, Any], path: str | Path) -> Arch:
     names it.
     """
     entries = Entries(config, architecture(config, path))
-    whole = body_of(entries.architecture)
+    whole = body_of(entries.architecture, images="text_config" in config)
     arch = ARCHS[whole or entries.architecture](entries)
     entries.refuse_unread()
     return arch if whole is None else arch.without_head()

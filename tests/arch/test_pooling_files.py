@@ -30,6 +30,8 @@ def write(folder, modes, modules=MODULES):
         ("GPT2Model", "GPT2LMHeadModel"),
         ("Gemma3TextModel", "Gemma3ForCausalLM"),
         ("LlamaForSequenceClassification", "LlamaForCausalLM"),
+        ("Gemma3TextForSequenceClassification", "Gemma3ForCausalLM"),
+        ("Qwen2ForTokenClassification", "Qwen2ForCausalLM"),
         ("InternLM2ForRewardModel", "InternLM2ForCausalLM"),
         ("ChatGLMModel", None),  # generates
         ("Qwen3ForCausalLM", None),
@@ -38,6 +40,17 @@ def write(folder, modes, modules=MODULES):
 )
 def test_bodies_of_known_models(name, whole):
     assert body_of(name) == whole
+
+
+def test_a_body_of_a_model_with_images_is_its_text_half():
+    assert body_of("Gemma3ForSequenceClassification", images=True) == "Gemma3ForConditionalGeneration"
+    assert body_of("Qwen2ForSequenceClassification", images=True) == "Qwen2ForCausalLM"
+
+
+def test_a_classifier_of_tokens_has_labels_for_each(tmp_path):
+    config = {"architectures": ["Qwen2ForTokenClassification"], "num_labels": 3}
+    pooling = read_pooling(config, tmp_path)
+    assert pooling.task == "classify" and pooling.kind == "all" and len(pooling.labels) == 3
 
 
 def test_a_body_needs_no_head():
