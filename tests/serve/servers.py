@@ -28,11 +28,17 @@ def bearer(key: str = KEY) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
 
 
+WORDS = {401: "invalid_api_key", 429: "rate_limit_exceeded"}  # by which OpenAI's clients know an error
+
+
 def refused(reply: httpx.Response, code: int = 400) -> str:
     """The message of an error in OpenAI's shape."""
     assert reply.status_code == code, reply.text
     error = reply.json()["error"]
-    assert set(error) == {"message", "type", "param", "code"} and error["code"] == code
+    word = {"model": "model_not_found"}.get(error["param"] or "") if code == 404 else WORDS.get(code)
+    if "maximum context length is" in error["message"]:
+        word = "context_length_exceeded"
+    assert set(error) == {"message", "type", "param", "code"} and error["code"] == (word or code)
     assert "Traceback" not in reply.text and not re.search(
         r"0x[0-9a-f]{6,}|/work/|/tmp/|site-packages", reply.text
     )

@@ -222,7 +222,7 @@ def test_long_token_lists_do_not_block_the_event_loop(server, client, monkeypatc
         tokenizer, "decode", lambda ids, *more: decoded.append(len(ids)) or decode(ids, *more)
     )
     reply = client.post("/v1/completions", json={"prompt": [5] * 5000, "echo": True})
-    assert refused(reply).startswith("prompt: ") and refused(reply).endswith("got 5000")
+    assert refused(reply).startswith("prompt: ") and ", got 5000." in refused(reply)
     assert not decoded
 
     async def count_turns():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from qrt.errors import ConfigError
+from qrt.errors import ConfigError, ContextLengthError
 
 # Most cached tokens before the chunks of one step, all together, unless one context is longer. Prefill copies
 # the K and V of these tokens into memory of its own.
@@ -44,11 +44,7 @@ class Limits:
         first = 1 if max_tokens != 0 else 0 if whole else -1
         for name, limit in (("max_model_len", self.max_model_len), ("KV pool", pool)):
             if prompt_len + first > limit:
-                raise ConfigError(
-                    f"prompt: expected at most {limit - first} tokens ({name} {limit}"
-                    f"{', one for the output' if first > 0 else ''}), got {prompt_len}; "
-                    f"shorten the prompt or raise the {name}"
-                )
+                raise ContextLengthError("prompt", prompt_len, limit - first, limit, name)
         most = min(self.max_model_len, pool)
         if max_tokens == 0:
             return prompt_len

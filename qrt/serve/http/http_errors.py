@@ -17,7 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match
 from starlette.types import Scope
 
-from qrt.errors import ConfigError, QrtError, QueueFullError, UnsupportedError
+from qrt.errors import ConfigError, ContextLengthError, QrtError, QueueFullError, UnsupportedError
 from qrt.serve.http.anthropic_errors import anthropic_error, anthropic_status, is_anthropic
 from qrt.serve.http.validation_errors import wrong_field
 from qrt.serve.link.engine_client import ShutdownError
@@ -47,25 +47,52 @@ CODES: dict[type[Exception], int] = {  # another kind of error has the code of i
     ShutdownError: 503,
     QrtError: 500,
 }
+# What OpenAI's clients tell errors by; other errors have the status, as in vLLM.
+TOO_LONG, NO_MODEL = "context_length_exceeded", "model_not_found"
+WORDS = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
 NO_ROUTE = "Not Found"  # starlette's message for a path without a route
 RETRY_AFTER = {429: "1", 503: "5"}  # seconds
 MAX_MESSAGE_CHARS = 1000
 
 
+class UnknownModelError(HTTPException):
+    """A request names a model that is not served."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(404, message)
+
+
 def error_body(
-    code: int, message: str, param: str | None = None, path: str = "", request_id: str | None = None
+    code: int,
+    message: str,
+    param: str | None = None,
+    path: str = "",
+    request_id: str | None = None,
+    *,
+    word: str | None = None,
 ) -> dict[str, Any]:
-    """Return the body of an error reply; `path` is that of the request."""
+    """Return the body of an error reply.
+
+    path   that of the request
+    word   the error's code in OpenAI's shape, if it has one of its own
+    """
     if len(message) > MAX_MESSAGE_CHARS:
         message = f"{message[:MAX_MESSAGE_CHARS]}..."
     if is_anthropic(path):
         return anthropic_error(code, message, request_id)
     kind = ERROR_TYPES.get(code, "BadRequestError" if code < 500 else "InternalServerError")
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    word = word or WORDS.get(code)
+    return {"error": {"message": message, "type": kind, "param": param, "code": word or code}}
 
 
 def error_response(
-    scope: Scope, code: int, message: str, param: str | None = None, headers: Mapping[str, str] | None = None
+    scope: Scope,
+    code: int,
+    message: str,
+    param: str | None = None,
+    headers: Mapping[str, str] | None = None,
+    *,
+    word: str | None = None,
 ) -> JSONResponse:
     """Return the reply to an error of a request, with its headers."""
     headers = dict(headers or {})
@@ -75,7 +102,7 @@ def error_response(
         headers["X-Should-Retry"] = "false"  # OpenAI's clients ask again after any other 5xx
     path, request_id = scope["path"], scope.get("state", {}).get("request_id")
     status = anthropic_status(code) if is_anthropic(path) else code
-    return JSONResponse(error_body(code, message, param, path, request_id), status, headers)
+    return JSONResponse(error_body(code, message, param, path, request_id, word=word), status, headers)
 
 
 def unexpected_error(error: BaseException) -> str:
@@ -89,6 +116,17 @@ def add_error_handlers(app: FastAPI) -> None:
     """Add handlers for errors of qrt, pydantic and starlette; the Gate handles all others."""
     for kind, code in CODES.items():
         app.add_exception_handler(kind, _handler(code))
+
+    @app.exception_handler(ContextLengthError)
+    async def too_long(request: Request, error: ContextLengthError) -> JSONResponse:
+        message = str(error)
+        if is_anthropic(request.scope["path"]):
+            message = f"prompt is too long: {error.got} tokens > {error.most} maximum"
+        return error_response(request.scope, 400, message, word=TOO_LONG)
+
+    @app.exception_handler(UnknownModelError)
+    async def unknown(request: Request, error: UnknownModelError) -> JSONResponse:
+        return error_response(request.scope, 404, str(error.detail), "model", word=NO_MODEL)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:

@@ -25,7 +25,7 @@ _ERROR = _object(
         message={"type": "string"},
         type={"type": "string"},
         param={"type": ["string", "null"]},
-        code={"type": "integer"},
+        code={"type": ["integer", "string"]},
     )
 )
 _MEANINGS: dict[int | str, str] = {
@@ -137,13 +137,22 @@ _RESPONSE = _object(
     ),
 )
 RESPONSE: Responses = {**errors(), 200: _reply_or_events(_RESPONSE)}
+INPUT_TOKENS: Responses = {
+    **errors(),
+    200: _json(
+        "The number of tokens",
+        _object(object={"const": "response.input_tokens"}, input_tokens={"type": "integer"}),
+    ),
+}
 _MESSAGE = _object(
     id={"type": "string"},
     type={"const": "message"},
     role={"const": "assistant"},
     model={"type": "string"},
     content={"type": "array", "items": _object(type={"enum": ["text", "thinking", "tool_use"]})},
-    stop_reason={"enum": ["end_turn", "max_tokens", "stop_sequence", "tool_use"]},
+    stop_reason={
+        "enum": ["end_turn", "max_tokens", "model_context_window_exceeded", "stop_sequence", "tool_use"]
+    },
     stop_sequence={"type": ["string", "null"]},
     usage=_object(input_tokens={"type": "integer"}, output_tokens={"type": "integer"}),
 )

@@ -15,9 +15,10 @@ from typing import Any, TypeVar
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
-from qrt.errors import ConfigError
+from qrt.errors import ConfigError, ContextLengthError
 from qrt.request.pooling import PoolingParams
 from qrt.sampling_params import SamplingParams
+from qrt.serve.http.http_errors import UnknownModelError
 from qrt.serve.link.engine_client import AnyCollector, RequestStream
 from qrt.serve.link.engines import AnyClient
 from qrt.serve.settings import MAX_LISTED, MAX_SCORES, ServerConfig
@@ -85,19 +86,20 @@ class Service:
             raise HTTPException(503, "the server is starting: the model is being loaded")
 
     def check_model(self, name: str | None) -> None:
-        """Raise HTTPException 404 for a model that is not served."""
+        """Raise UnknownModelError for a model that is not served."""
         if name is not None and name not in self.config.model_names:
             known = " or ".join(self.config.model_names)
-            raise HTTPException(404, f"model: expected {known}, got {name[:100]!r}")
+            raise UnknownModelError(f"model: expected {known}, got {name[:100]!r}")
 
-    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Tokenize a text; ConfigError, before that, if it is too long for the context."""
-        longest = (self.client.info.max_model_len + 1) * self.tokenizer.max_token_chars
-        if len(text) > longest:
-            raise ConfigError(
-                f"prompt: expected at most max_model_len {self.client.info.max_model_len} tokens, "
-                f"got {len(text)} characters, which are more; shorten it"
-            )
+    async def encode(self, text: str, add_special_tokens: bool = True, *, counted: bool = False) -> list[int]:
+        """Tokenize a text.
+
+        A text that is too long for the context by its characters alone is not tokenized: ContextLengthError
+        says the least that it can have. With `counted` it is, as it is only counted.
+        """
+        most, least = self.client.info.max_model_len, -(-len(text) // self.tokenizer.max_token_chars)
+        if least > most + 1 and not counted:
+            raise ContextLengthError("prompt", least, most, most)
         return await self.off_loop(len(text), lambda: self.tokenizer.encode(text, add_special_tokens))
 
     async def with_bad_words(self, params: SamplingParams) -> SamplingParams:

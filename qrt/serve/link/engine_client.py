@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 
 from qrt.engine.schedule.output import StepDelta, merge
 from qrt.engine.schedule.request import FinishReason
-from qrt.errors import ConfigError, QrtError, QueueFullError
+from qrt.errors import QrtError
 from qrt.serve.link.messages import (
     Abort,
     Add,
@@ -297,8 +297,7 @@ class EngineClient(ABC):
         for refusal in output.refused:
             self._untold.pop(refusal.id, None)
             if stream := self._streams.pop(refusal.id, None):
-                kind = QueueFullError if refusal.busy else ConfigError
-                stream.fail(kind(refusal.message))
+                stream.fail(refusal.error)
         for delta in output.deltas:
             if stream := self._streams.get(delta.request_id):
                 stream.put(delta)

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from qrt.arch.pooling import Pooling
+from qrt.errors import ConfigError, ContextLengthError, QrtError, QueueFullError
 from qrt.request.thinking import Thinking
 from qrt.sampling_params import SamplingParams
 
@@ -115,11 +116,28 @@ class Ready(Message):
 
 
 class Refusal(msgspec.Struct, array_like=True, frozen=True):
-    """A request that the engine refuses: it is wrong, or (`busy`) the queue is full."""
+    """A request that the engine refuses: it is wrong, or (`busy`) the queue is full.
+
+    too_long   what a ContextLengthError is made of, where it is one
+    """
 
     id: str
     message: str
     busy: bool = False
+    too_long: tuple[str, int, int, int, str] | None = None
+
+    @classmethod
+    def of(cls, id: str, error: QrtError) -> Refusal:
+        """Make the message of an error."""
+        too_long = error.args if isinstance(error, ContextLengthError) else None
+        return cls(id, str(error), isinstance(error, QueueFullError), too_long)
+
+    @property
+    def error(self) -> QrtError:
+        """The error that the engine raised."""
+        if self.too_long is not None:
+            return ContextLengthError(*self.too_long)
+        return QueueFullError(self.message) if self.busy else ConfigError(self.message)
 
 
 class Answer(Message):

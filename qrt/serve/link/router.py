@@ -22,7 +22,7 @@ import msgspec
 from qrt.engine.engine import Engine
 from qrt.engine.schedule.output import StepDelta
 from qrt.engine.schedule.request import FinishReason
-from qrt.errors import QrtError, QueueFullError
+from qrt.errors import QrtError
 from qrt.location import api_name
 from qrt.sampling_params import SamplingParams
 from qrt.serve.link.messages import (
@@ -161,7 +161,7 @@ class Router:
                 pool=message.pool,
             )
         except QrtError as error:
-            output.refused.append(Refusal(message.id, str(error), busy=isinstance(error, QueueFullError)))
+            output.refused.append(Refusal.of(message.id, error))
             return
         self._clients[message.id] = client
         self.metrics.added(message)

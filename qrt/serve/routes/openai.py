@@ -12,7 +12,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from qrt.errors import ConfigError
+from qrt.errors import ConfigError, ContextLengthError
 from qrt.location import model_commit, model_name
 from qrt.peer_fields import FIELDS
 from qrt.serve.http.openapi import MODEL, MODELS, events_or
@@ -147,10 +147,8 @@ async def chat_collectors(
         raise ConfigError(
             "top_logprobs: expected only with logprobs: true; set it, or leave top_logprobs out"
         )
+    text, ids = await _chat_prompt(service, body)
     calls = body.calls
-    messages = [message.for_template() for message in body.messages]
-    text = await service.render_chat(messages, **body.template_arguments(tools=body.uses_tools))
-    ids = await service.encode(text, body.add_special_tokens)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     name, max_tokens = body.token_limit
     params = body.sampling_params(service.defaults, service.max_tokens(max_tokens), logprobs)
@@ -171,13 +169,31 @@ async def chat_collectors(
     return [collector]
 
 
+async def count_chat(service: Service, body: ChatCompletionRequest) -> int:
+    """Return the tokens of a conversation's prompt, also where they are more than the context has."""
+    _check_body(service, body)
+    _, ids = await _chat_prompt(service, body, counted=True)
+    return len(ids)
+
+
+async def _chat_prompt(
+    service: Service, body: ChatCompletionRequest, *, counted: bool = False
+) -> tuple[str, list[int]]:
+    """Return the prompt of a conversation as text and token ids; ConfigError for a wrong `tool_choice`."""
+    messages = [message.for_template() for message in body.messages]
+    tools = bool(body.calls.names)
+    text = await service.render_chat(messages, **body.template_arguments(tools=tools))
+    return text, await service.encode(text, body.add_special_tokens, counted=counted)
+
+
 def _check_length(service: Service, num_prompt: int, max_tokens: int | None, name: str) -> None:
     """Refuse more tokens than the context has, as vLLM; more than are left are cut later."""
     longest = service.client.info.max_model_len
     if max_tokens is not None and max_tokens > longest:
-        raise ConfigError(f"{name}: expected at most {longest}, the model's context, got {max_tokens}")
-    if num_prompt > longest:
-        raise ConfigError(f"prompt: expected at most {longest} tokens, the model's context, got {num_prompt}")
+        raise ContextLengthError(name, max_tokens, longest, longest)
+    most = longest if max_tokens == 0 else longest - 1  # room for one token of the answer
+    if num_prompt > most:
+        raise ContextLengthError("prompt", num_prompt, most, longest)
 
 
 async def answer(

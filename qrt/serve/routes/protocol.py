@@ -207,8 +207,3 @@ class ChatCompletionRequest(ReasoningFields, Conversation, SamplingFields):
     def calls(self) -> ToolChoice:
         """What the request says of calls; ConfigError for a wrong `tool_choice`."""
         return ToolChoice.of(self.tool_choice, self.tools or (), self.parallel_tool_calls)
-
-    @property
-    def uses_tools(self) -> bool:
-        """Whether the model may call tools."""
-        return bool(self.tools) and self.tool_choice != "none"

@@ -67,7 +67,7 @@ def token_routes(service: Service) -> APIRouter:
             text = await service.render_chat(messages, **body.template_arguments())
         else:
             text = body.text
-        ids = await service.encode(text, body.add_special_tokens)
+        ids = await service.encode(text, body.add_special_tokens, counted=True)
 
         def reply() -> bytes:
             strings = [service.tokenizer.token_text(id) for id in ids] if body.return_token_strs else None

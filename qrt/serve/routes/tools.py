@@ -64,7 +64,7 @@ class ToolChoice:
     @classmethod
     def of(cls, choice: Any, tools: Sequence[Tool], parallel: bool) -> ToolChoice:
         """Read the fields; ConfigError for a wrong `tool_choice`, or a function that is none of `tools`."""
-        if choice == "none" or (choice is None and not tools):
+        if choice == "none" or (choice in (None, "auto") and not tools):
             return cls()
         if not tools:
             raise ConfigError("tool_choice: expected only with tools; add tools, or leave it out")

@@ -13,7 +13,7 @@ from qrt.serve.http.service import Service
 from qrt.serve.http.strict_json import StrictJsonRoute
 from qrt.serve.routes.messages.body import NAMES, CountTokensRequest, MessagesRequest
 from qrt.serve.routes.messages.reply import MessageReply
-from qrt.serve.routes.openai import answer, chat_collectors
+from qrt.serve.routes.openai import answer, chat_collectors, count_chat
 from qrt.serve.routes.translate.request import naming
 
 
@@ -34,7 +34,6 @@ def messages_routes(service: Service) -> APIRouter:
     async def count_tokens(body: CountTokensRequest) -> dict[str, Any]:
         chat = body.chat(service.reasoning.format is not None)
         with naming(NAMES):
-            collectors = await chat_collectors(service, chat)
-        return {"input_tokens": len(collectors[0].prompt_ids)}
+            return {"input_tokens": await count_chat(service, chat)}
 
     return routes

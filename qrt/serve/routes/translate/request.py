@@ -44,7 +44,7 @@ def naming(fields: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except (ConfigError, UnsupportedError) as error:
-        name, colon, rest = str(error).partition(":")
-        if colon and name in fields:
-            raise type(error)(f"{fields[name]}:{rest}") from error
+        name, colon, rest = str(error.args[0]).partition(":")
+        if name in fields:
+            raise type(error)(f"{fields[name]}{colon}{rest}", *error.args[1:]) from error
         raise
