@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from itertools import combinations
 from typing import Any
 
 import jinja2
 
 from qrt.errors import ConfigError, UnsupportedError
 from qrt.text.messages import Message, join_parts, read_messages, read_tools, with_thinking
-from qrt.text.repairs import REPAIRS, without_null
+from qrt.text.repairs import repaired, without_null
 from qrt.text.sandbox import compile_template, limited_range, within
 
 MAX_TEMPLATE_CHARS = 64 * 2**10
@@ -65,7 +64,8 @@ class ChatTemplate:
         The result equals that of transformers for the messages that `read_messages` returns, with three
         changes. Parts of text are joined where the template reads no parts. A text becomes a part where the
         template reads only parts. The role developer becomes system where the template does not show it.
-        If the template still refuses the messages, the fewest repairs that help are applied (`repairs.py`).
+        If the template still refuses the messages, repairs that change as little as helps are applied
+        (`repairs.py`).
         ConfigError when it refuses even then, or exceeds the sandbox's limits; UnsupportedError for tools or
         documents that the template never shows.
         """
@@ -100,19 +100,18 @@ class ChatTemplate:
 
     def _repaired(self, read: list[dict[str, Any]], given: dict[str, Any], marked: bool) -> str:
         """Render the messages unchanged, or with the fewest repairs that the template accepts."""
-        for needed in _subsets(read):
-            messages = read
-            for repair in needed:
-                messages = repair(messages)
-            messages = [{**m, **self._content(m)} for m in messages]
+        refused: Exception | None = None
+        for version in repaired(read):
+            messages = [{**m, **self._content(m)} for m in version]
             try:
                 text = self._rendered(_marked(messages) if marked else messages, given)
             except ConfigError:
                 raise
             except Exception as error:
-                refused = error
+                refused = refused or error  # what the template says of the messages as they came
                 continue
-            return text if needed else self._without_none(text, read, given, marked)
+            return text if refused else self._without_none(text, read, given, marked)
+        assert refused is not None
         raise refused
 
     def _without_none(
@@ -178,13 +177,6 @@ def _shows(template: str, special_tokens: tuple[tuple[str, str], ...], role: str
     shown = tried([{"type": "text", "text": PROBE}])
     # a template that prints the list itself prints its key "type" too
     return PROBE in shown and shown.count("type") <= tried(PROBE).count("type")
-
-
-def _subsets(messages: list[dict[str, Any]]) -> Iterator[tuple[Any, ...]]:
-    """Yield the sets of repairs to try, the smallest first; repairs that change nothing are left out."""
-    changing = [repair for repair in REPAIRS if repair(messages) != messages]
-    for count in range(len(changing) + 1):
-        yield from combinations(changing, count)
 
 
 def _marked(messages: Sequence[Message]) -> list[Message]:

@@ -67,9 +67,10 @@ class OutputConfig(Body):
 
 
 class CountTokensRequest(Body):
-    """`POST /v1/messages/count_tokens`."""
+    """`POST /v1/messages/count_tokens`; some clients send the whole body of a message."""
 
     model: str | None = None
+    max_tokens: Limit | None = None
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     system: str | TextBlocks | None = None
     tools: Annotated[list[MessagesTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
