@@ -152,10 +152,10 @@ FIELDS = PROMPT_FIELDS | named(
     ("include_reasoning separate_reasoning stream_reasoning", _CHAT, (True,)),
     ("reasoning_format", _CHAT, ("none", "auto")),
     ("verbosity", "ask for it in the messages", ("medium",)),
-    ("audio", _TEXT_ONLY, ()),
+    ("audio", _TEXT_ONLY, ({},)),
     ("modalities", _TEXT_ONLY, (["text"],)),
     ("lora lora_path lora_request adapter_id adapter_name adapters prompt_adapter_request", _ADAPTERS, ()),
-    ("prediction", "predicted text is not used; leave it out", ()),
+    ("prediction", "predicted text is not used; leave it out", ({},)),
     ("web_search_options moderation plugins", _SERVICE, ()),
     ("task", _SERVICE, ("generate",)),
     # contents of the reply

@@ -95,7 +95,7 @@ def test_streams_end_with_done_and_usage(http):
     assert sorted(
         chunk["choices"][0]["index"] for chunk in chunks if chunk["choices"][0]["finish_reason"]
     ) == [0, 1]
-    body["stream_options"] = {"continuous_usage_stats": True}
+    body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
     chunks = http.post("/v1/completions", json=body).text.split("\n\n")[:-2]
     counts = [json.loads(chunk.removeprefix("data: "))["usage"]["completion_tokens"] for chunk in chunks]
     assert counts == sorted(counts) and counts[-1] == 10

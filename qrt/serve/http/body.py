@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from functools import cache
 from types import NoneType
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
     AliasChoices,
@@ -22,7 +22,7 @@ from pydantic_core import PydanticKnownError
 from qrt.errors import ConfigError
 from qrt.peers import Unsupported, refuse
 from qrt.sampling_params import MAX_TOKENS_LISTED
-from qrt.serve.settings import MAX_STOP_CHARS
+from qrt.serve.settings import MAX_STOP_CHARS, MAX_STOPS
 
 Count = Annotated[int, Field(ge=0, lt=2**31)]
 Limit = Annotated[int, Field(ge=1, lt=2**31)]
@@ -30,6 +30,19 @@ TokenId = Count
 Tokens = Annotated[list[TokenId], Field(fail_fast=True)]  # may be as long as a body: one error is enough
 TokenList = Annotated[list[TokenId], Field(max_length=MAX_TOKENS_LISTED, fail_fast=True)]
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_CHARS)]
+_Stops = Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS, fail_fast=True)] | None
+Stops = Annotated[
+    _Stops,
+    BeforeValidator(
+        lambda given: None if given == "" else given, json_schema_input_type=_Stops | Literal[""]
+    ),
+]
+Scores = Annotated[  # log-probabilities of so many tokens beside each one's own; false: none
+    Count | None,
+    BeforeValidator(
+        lambda given: None if given is False else given, json_schema_input_type=Count | Literal[False] | None
+    ),
+]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 

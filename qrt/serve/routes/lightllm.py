@@ -13,7 +13,7 @@ from pydantic import AliasChoices, ConfigDict, Field
 from qrt.errors import ConfigError, UnsupportedError
 from qrt.peer_fields import FIELDS
 from qrt.sampling_params import MAX_BAD_WORDS, SamplingParams
-from qrt.serve.http.body import Body, Count, Limit, LogitBias, Penalty, Stop, TokenId, TokenList, by_token_id
+from qrt.serve.http.body import Body, Count, Limit, LogitBias, Penalty, Stops, TokenId, TokenList, by_token_id
 from qrt.serve.http.events import event
 from qrt.serve.http.openapi import EVENTS, errors
 from qrt.serve.http.responses import Deadline, EventReply, answer_events, answer_whole
@@ -21,7 +21,7 @@ from qrt.serve.http.service import Service
 from qrt.serve.http.strict_json import StrictJsonRoute
 from qrt.serve.routes.logprobs import LEAST_LOGPROB
 from qrt.serve.routes.shapes import ShapeFields
-from qrt.serve.settings import MAX_N, MAX_STOPS
+from qrt.serve.settings import MAX_N
 from qrt.text.collector import RequestCollector
 from qrt.text.output import CompletionOutput, TextDelta, TokenLogprobs
 
@@ -62,9 +62,7 @@ class Parameters(ShapeFields):
     add_special_tokens: bool = True
     max_new_tokens: Limit = DEFAULT_MAX_NEW_TOKENS
     min_new_tokens: Count | None = None
-    stop_sequences: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS, fail_fast=True)] | None = Field(
-        None, validation_alias=AliasChoices("stop_sequences", "stop")
-    )
+    stop_sequences: Stops = Field(None, validation_alias=AliasChoices("stop_sequences", "stop"))
     return_details: bool = Field(False, validation_alias=AliasChoices("return_details", "details"))
     return_full_text: bool = False
 

@@ -87,7 +87,8 @@ def _check_body(service: Service, body: SamplingFields) -> None:
     """Raise the error of a body that this server does not run; the model's name is checked too."""
     service.check_running()
     service.check_model(body.model)
-    if body.stream_options is not None and not body.stream:
+    options = body.stream_options
+    if options is not None and not body.stream and any(options.model_dump().values()):
         raise ConfigError("stream_options: expected only with stream: true; leave it out or set stream")
     body.refuse_unsupported(FIELDS)
     declared = type(body).model_fields

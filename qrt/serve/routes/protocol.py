@@ -12,7 +12,19 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 from qrt.errors import ConfigError
 from qrt.sampling_params import MAX_BAD_WORDS, SamplingParams
-from qrt.serve.http.body import Body, Count, Limit, LogitBias, Penalty, Stop, TokenList, Tokens, by_token_id
+from qrt.serve.http.body import (
+    Body,
+    Count,
+    Limit,
+    LogitBias,
+    Penalty,
+    Scores,
+    Stop,
+    Stops,
+    TokenList,
+    Tokens,
+    by_token_id,
+)
 from qrt.serve.routes.reasoning_fields import BudgetField, ReasoningFields, ThinkingFields
 from qrt.serve.routes.shapes import ShapeFields
 from qrt.serve.routes.tools import Tool, ToolChoice
@@ -21,7 +33,6 @@ from qrt.serve.settings import (
     MAX_MESSAGES,
     MAX_N,
     MAX_PROMPTS,
-    MAX_STOPS,
     MAX_TOOLS,
 )
 from qrt.text.tool_calls import MAX_CALLS
@@ -53,7 +64,7 @@ class SamplingFields(ShapeFields, BudgetField):
     top_k: int | None = Field(None, ge=-1, lt=2**31)
     min_p: float | None = Field(None, ge=0, le=1)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
+    stop: Stops = None
     stop_token_ids: TokenList | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
@@ -69,7 +80,7 @@ class SamplingFields(ShapeFields, BudgetField):
     include_stop_str_in_output: bool = Field(  # or by SGLang's name
         False, validation_alias=AliasChoices("include_stop_str_in_output", "no_stop_trim")
     )
-    prompt_logprobs: Count | None = None
+    prompt_logprobs: Scores = None
     priority: int | None = Field(None, ge=-(2**31), lt=2**31)
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     return_token_ids: bool = False
@@ -131,7 +142,7 @@ class CompletionRequest(SamplingFields):
 
     prompt: Prompts
     max_tokens: Count | None = 16
-    logprobs: Count | None = None
+    logprobs: Scores = None
     echo: bool = False
     add_special_tokens: bool = True
 
@@ -170,11 +181,12 @@ class Conversation(ThinkingFields):
 
         Its own names win over chat_template_kwargs, and these over the fields of thinking.
         """
-        if self.given("chat_template") is not None:
+        if self.given("chat_template"):
             raise ConfigError(
                 "chat_template: not accepted in a request; start the server with --chat-template"
             )
         named = self.chat_template_kwargs or {}
+        asked = "add_generation_prompt" in self.model_fields_set  # with both, the template refuses
         if reserved := RESERVED.intersection(named):
             raise ConfigError(f"chat_template_kwargs: expected the template's own names, got {min(reserved)}")
         return {
@@ -182,7 +194,7 @@ class Conversation(ThinkingFields):
             **named,
             "tools": [tool.for_template() for tool in self.tools] if tools and self.tools else None,
             "documents": self.documents,
-            "add_generation_prompt": self.add_generation_prompt and not self.continue_final_message,
+            "add_generation_prompt": self.add_generation_prompt and (asked or not self.continue_final_message),
             "continue_final_message": self.continue_final_message,
         }
 
@@ -199,7 +211,7 @@ class ChatCompletionRequest(ReasoningFields, Conversation, SamplingFields):
     max_tokens: Limit | None = None
     max_completion_tokens: Limit | None = None
     logprobs: bool = False
-    top_logprobs: Count | None = None
+    top_logprobs: Scores = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool = True
 

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from qrt.errors import ConfigError, UnsupportedError
 from qrt.peers import named, refuse
-from qrt.serve.http.body import Body, Count, Limit
+from qrt.serve.http.body import Body, Limit, Scores
 from qrt.serve.routes.protocol import ChatCompletionRequest
 from qrt.serve.routes.reasoning_fields import Effort
 from qrt.serve.routes.responses.items import Item, messages_of
@@ -29,10 +29,10 @@ NAMES = {
 _STATELESS = "responses are not stored; send the earlier items as input"
 _SERVICE = "qrt only generates text; leave it out"
 FIELDS = named(
-    ("previous_response_id conversation", _STATELESS, ()),
+    ("previous_response_id conversation", _STATELESS, ({},)),
     ("background", "a response comes with its request; use stream", (False,)),
     ("prompt", "prompts are not stored; send their text", ()),
-    ("context_management", "nothing is compacted; shorten the input yourself", ()),
+    ("context_management", "nothing is compacted; shorten the input yourself", ({},)),
     ("truncation", "prompts are never cut; leave it out and shorten the input yourself", ("disabled",)),
     ("moderation image", _SERVICE, ()),
 )
@@ -86,7 +86,7 @@ class ResponsesRequest(Body):
     max_output_tokens: Limit | None = None
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
-    top_logprobs: Count | None = None
+    top_logprobs: Scores = None
     include: Annotated[list[str], Field(max_length=MAX_INCLUDED, fail_fast=True)] | None = None
     truncation: str | None = None
     store: bool | None = None

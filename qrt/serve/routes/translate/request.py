@@ -10,14 +10,22 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 
 from qrt.errors import ConfigError, UnsupportedError
+from qrt.peers import named, refuse
 from qrt.serve.http.body import Body
 from qrt.serve.routes.protocol import ChatCompletionRequest
 
 # Fields of /v1/chat/completions that other APIs say in their own way, or whose replies have no place for.
-NOT_SHARED = frozenset(
-    "messages tools tool_choice parallel_tool_calls n best_of max_tokens max_completion_tokens logprobs "
-    "top_logprobs prompt_logprobs stream_options return_token_ids "
-    "return_tokens_as_token_ids functions response_format reasoning_effort".split()
+_ELSEWHERE = "this route does not have it; ask /v1/chat/completions"
+NOT_SHARED = named(
+    ("messages tools max_tokens max_completion_tokens prompt_logprobs", _ELSEWHERE, ()),
+    ("stream_options", _ELSEWHERE, ({}, {"include_usage": False})),
+    ("functions reasoning_effort", _ELSEWHERE, ()),
+    ("n best_of", _ELSEWHERE, (1,)),
+    ("logprobs return_token_ids return_tokens_as_token_ids", _ELSEWHERE, (False,)),
+    ("top_logprobs", _ELSEWHERE, (0,)),
+    ("tool_choice", _ELSEWHERE, ("none", "auto")),
+    ("parallel_tool_calls", _ELSEWHERE, (True,)),
+    ("response_format", _ELSEWHERE, ({}, {"type": "text"})),
 )
 
 
@@ -28,8 +36,8 @@ def chat_request(body: Body, own: Mapping[str, Any]) -> ChatCompletionRequest:
     for one that the API says in another way, RequestValidationError for a wrong one.
     """
     others = {name: value for name, value in (body.model_extra or {}).items() if value is not None}
-    if refused := NOT_SHARED & others.keys():
-        raise UnsupportedError(f"{min(refused)}: this route does not have it; ask /v1/chat/completions")
+    refuse(NOT_SHARED, others, others)
+    others = {name: value for name, value in others.items() if name not in NOT_SHARED}
     given = {**others, **{name: value for name, value in own.items() if value is not None}}
     try:
         return ChatCompletionRequest.model_validate(given)
