@@ -194,7 +194,8 @@ class Conversation(ThinkingFields):
             **named,
             "tools": [tool.for_template() for tool in self.tools] if tools and self.tools else None,
             "documents": self.documents,
-            "add_generation_prompt": self.add_generation_prompt and (asked or not self.continue_final_message),
+            "add_generation_prompt": self.add_generation_prompt
+            and (asked or not self.continue_final_message),
             "continue_final_message": self.continue_final_message,
         }
 

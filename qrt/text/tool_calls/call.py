@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 ARGUMENT_KEYS = ("arguments", "parameters")
+BARE_KEYS = {"name", "id", "type"}  # of a call without arguments; with other keys it is any object
 
 
 @dataclass(frozen=True)
@@ -34,18 +35,23 @@ def read_calls(value: Any) -> list[ToolCall]:
 
 
 def _read_call(value: Any) -> ToolCall:
-    """Read an object with a name and arguments, in any order and with any other keys."""
-    if not isinstance(value, dict) or not any(key in value for key in ARGUMENT_KEYS):
+    """Read an object with a name and arguments, in any order and with any other keys, or a bare name."""
+    if not isinstance(value, dict):
         raise ValueError("no call")
-    return named_call(value.get("name"), value.get("arguments", value.get("parameters")))
+    if not any(key in value for key in ARGUMENT_KEYS) and not BARE_KEYS.issuperset(value):
+        raise ValueError("no call")
+    given = (value[key] for key in ARGUMENT_KEYS if value.get(key) is not None)
+    return named_call(value.get("name"), next(given, None))
 
 
 def named_call(name: Any, arguments: Any) -> ToolCall:
-    """Return a call; ValueError unless the arguments are an object, or the JSON of one."""
+    """Return a call; ValueError unless the arguments are an object, the JSON of one, or nothing."""
     if not isinstance(name, str) or not name:
         raise ValueError("a call without a name")
     if isinstance(arguments, str):
-        arguments = json.loads(arguments, parse_float=finite)
+        arguments = json.loads(arguments, parse_float=finite) if arguments.strip() else None
+    if arguments is None:
+        arguments = {}
     if not isinstance(arguments, dict):
         raise ValueError("arguments that are not an object")
     text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)

@@ -23,7 +23,7 @@ from qrt.text.tool_calls.call import ToolCall, finite, named_call, read_calls
 from qrt.text.tool_calls.outline import Outline, json_at
 
 SPACE = re.compile(r"\s*")
-NAMED = re.compile(r"([\w.-]+)(\[CALL_ID\]\w+)?(\[ARGS\])?\s*(?=\{)")
+NAMED = re.compile(r"([\w.-]+)(\[CALL_ID\]\w+)?(\[ARGS\])?\s*(?=\{|\[TOOL_CALLS\]|\Z)")
 CALLED = re.compile(r"\[\s*([A-Za-z_][\w.]*\s*(\(.*)?)?\Z", re.DOTALL)  # a list of calls, or its beginning
 LONGEST_NAME = 1000
 CONSTANTS = {"true": True, "false": False, "null": None}
@@ -52,6 +52,10 @@ class ToolFormat(ABC):
         None where the text so far may still become calls. ValueError where it cannot, however it continues.
         The result must not depend on where the text is cut.
         """
+
+    def take_last(self, text: str, start: int) -> Taken | None:
+        """Read the call that only the end of the answer completes; None if there is none."""
+        return None
 
 
 class JsonFormat(ToolFormat):
@@ -95,13 +99,28 @@ class Mistral(JsonFormat):
             return None
         return [replace(call, id=uuid.uuid4().hex[:9]) for call in taken[0]], taken[1]
 
+    def take_last(self, text: str, start: int) -> Taken | None:
+        """See ToolFormat: a name alone, whose arguments might have followed."""
+        start = SPACE.match(text, start).end()  # type: ignore[union-attr]  # it matches everywhere
+        named = NAMED.match(text, start)
+        if named is None or named.end() < len(text):
+            return None
+        return [replace(named_call(named[1], None), id=uuid.uuid4().hex[:9])], len(text)
+
     @staticmethod
     def _named(text: str, start: int) -> Taken | None:
+        """Read a name and its arguments; none where the next call follows."""
         named = NAMED.match(text, start)
         if named is None:
             if "{" in text[start : start + LONGEST_NAME] or len(text) - start > LONGEST_NAME:
                 raise ValueError("no call")
             return None
+        if named.end() == len(text):
+            if len(text) - start > LONGEST_NAME:
+                raise ValueError("no call")
+            return None
+        if text[named.end()] == "[":
+            return [named_call(named[1], None)], named.end()
         decoded = json_at(text, named.end())
         return None if decoded is None else ([named_call(named[1], decoded[0])], decoded[1])
 

@@ -177,8 +177,11 @@ class ToolCallStream:
         self._at, self._call, self._may_open = self._call, None, False
 
     def _cut_off(self) -> Taken | None:
-        """Return the complete calls of a list that is cut off."""
+        """Return a call that the end completes, or the complete calls of a list that is cut off."""
         assert self._call is not None
+        last = self._format.take_last(self._text, self._call)
+        if last is not None and last[0][0].name in self._names and self.num_calls < MAX_CALLS:
+            return last
         start = SPACE.match(self._text, self._call).end()  # type: ignore[union-attr]  # it matches everywhere
         outline = Outline(start, self._format.python)
         if self._text[start : start + 1] != "[" or outline.feed(self._text) or outline.inner is None:
