@@ -20,6 +20,7 @@ from qrt.serve.settings import MAX_BODY_BYTES, MAX_HEADER_BYTES, MAX_HEADERS
 REQUEST_SECONDS = 20.0  # time for a request's header and body to arrive, from its first byte
 LINGER_SECONDS = 5.0  # time for a refused client to finish sending; else it would not see the error
 UPGRADE = re.compile(rb"(\r\n)upgrade(?=[ \t]*:)", re.IGNORECASE)
+HOST = re.compile(rb"([\w.~%!$&'()*+,;=-]*|\[[\w:.%~-]+\])(:[0-9]*)?")
 MAX_PIPELINED = 64  # most requests of a connection that wait for a reply
 READ_SECONDS = 60.0  # time for a client to read on, once the buffers between it and us are full
 
@@ -107,7 +108,9 @@ class Connection(HttpToolsProtocol):
             self._refuse(413, f"body: expected at most {MAX_BODY_BYTES} bytes, got {int(value)}")
 
     def on_headers_complete(self) -> None:
-        """Start to count the body; a refused request reaches no route."""
+        """Check the host and start to count the body; a refused request reaches no route."""
+        if not self._refused:
+            self._check_host()
         self._in_header, self._header_bytes = False, 0
         if self._refused:
             return
@@ -119,6 +122,15 @@ class Connection(HttpToolsProtocol):
         if len(self._cycles) > MAX_PIPELINED:
             self._refused = True
             self.transport.abort()
+
+    def _check_host(self) -> None:
+        """Refuse what RFC 9112 refuses: no Host, except by HTTP/1.0, several, or one that is no host."""
+        hosts = [value for name, value in self.headers if name == b"host"]
+        least = 0 if self.parser.get_http_version() < "1.1" else 1
+        if not least <= len(hosts) <= 1:
+            self._refuse(400, f"Host: expected one in the header, got {len(hosts) or 'none'}")
+        elif hosts and not HOST.fullmatch(hosts[0]):
+            self._refuse(400, f"Host: expected a name or an address, got {hosts[0].decode('latin-1')[:50]!r}")
 
     def on_body(self, body: bytes) -> None:
         """Count the body's bytes, also if its length was not announced."""

@@ -35,12 +35,25 @@ class StrictJsonRoute(APIRoute):
         handle = super().get_route_handler()
 
         async def strict(request: Request) -> Response:
-            kind = request.headers.get("content-type", "")
-            if self.body_field is not None and not _is_json(kind):
-                raise HTTPException(415, f"Content-Type: expected application/json, got {kind[:50]!r}")
+            if self.body_field is not None:
+                _check_headers(request)
             return await handle(StrictJsonRequest(request.scope, request.receive))
 
         return strict
+
+
+def _check_headers(request: Request) -> None:
+    """Raise HTTPException 415 for a body that is no JSON, or is compressed."""
+    coding = ", ".join(request.headers.getlist("content-encoding")).strip().lower()
+    if coding not in ("", "identity"):
+        raise HTTPException(
+            415,
+            f"Content-Encoding: expected none, got {coding[:50]!r}; send the body as it is",
+            headers={"Accept-Encoding": "identity"},
+        )
+    kind = request.headers.get("content-type", "")
+    if not _is_json(kind):
+        raise HTTPException(415, f"Content-Type: expected application/json, got {kind[:50]!r}")
 
 
 def _is_json(content_type: str) -> bool:

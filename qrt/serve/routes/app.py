@@ -126,7 +126,7 @@ class Gate:
         self._app = app
         self._service = service
         self._routes = routes
-        self._keys = [_digest(f"bearer {key}".encode()) for key in service.config.api_keys]
+        self._keys = [_digest(f"bearer {key.strip()}".encode()) for key in service.config.api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
@@ -185,11 +185,11 @@ class Gate:
     def _has_key(self, headers: dict[bytes, bytes]) -> bool:
         """Compare with every key in constant time; the scheme may be in any case (RFC 9110).
 
-        Anthropic's clients send a key as X-API-Key.
+        Spaces around a key do not count. Anthropic's clients send a key as X-API-Key.
         """
-        scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
-        bearer = b"bearer " + headers.get(b"x-api-key", b"")
-        given = [_digest(scheme.lower() + b" " + key), _digest(bearer)]
+        scheme, key = [*headers.get(b"authorization", b"").split(None, 1), b"", b""][:2]
+        bearer = b"bearer " + headers.get(b"x-api-key", b"").strip()
+        given = [_digest(scheme.lower() + b" " + key.strip()), _digest(bearer)]
         matches = [hmac.compare_digest(each, key) for each in given for key in self._keys]
         return any(matches)
 

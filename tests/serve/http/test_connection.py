@@ -79,7 +79,7 @@ HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
 
 def test_pipelined_requests_are_capped(server, client):
     """Each answer lets uvicorn read on: what one connection sends would fill the memory."""
-    some = HEALTH * 50 + HEALTH.replace(b"Host: x", b"Connection: close")
+    some = HEALTH * 50 + HEALTH.replace(b"Host: x", b"Host: x\r\nConnection: close")
     assert raw(server, some).count(b"HTTP/1.1 200 OK") == 51
     assert raw(server, HEALTH * 100_000).count(b"HTTP/1.1 200 OK") < 100
     assert client.get("/health").status_code == 200
@@ -122,6 +122,38 @@ def test_invalid_http_is_refused(server):
         b" 400 " in reply.split(b"\r\n")[0]
         and json.loads(reply.split(b"\r\n\r\n")[1])["error"]["code"] == 400
     )
+
+
+HOSTS = [
+    (b"1.1", [], 400),
+    (b"1.1", [b"x", b"x"], 400),
+    (b"1.1", [b"x", b"y"], 400),
+    (b"1.0", [], 200),
+    (b"1.0", [b"x", b"x"], 400),
+    (b"1.1", [b""], 200),
+    *((b"1.1", [host], 200) for host in (b"a.example:8000", b"[::1]:80", b"10.0.0.1", b"a_b", b"%2Ftmp%2Fs")),
+    *((b"1.1", [host], 400) for host in (b"a b", b"a/b", b"a@b", b"a:b", b"[::1", b"a,b c")),
+]
+
+
+@pytest.mark.parametrize(("version", "hosts", "code"), HOSTS)
+def test_a_request_has_one_host(server, version, hosts, code):
+    """RFC 9112, 3.2; requests without a body and with one, first on a connection or later."""
+    lines = b"".join(b"Host: %b\r\n" % host for host in hosts)
+    last = b"GET /health HTTP/%b\r\nConnection: close\r\n%b\r\n" % (version, lines)
+    assert raw(server, last).startswith(b"HTTP/1.1 %d " % code)
+    body = b'{"prompt": "x", "max_tokens": 1}'
+    post = POST.replace(b"Host: x\r\n", lines).replace(b"1.1", version, 1)
+    reply = raw(server, post + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+    assert reply.startswith(b"HTTP/1.1 %d " % code)
+    if code == 400:
+        error = json.loads(reply.split(b"\r\n\r\n")[1])["error"]
+        assert error["code"] == 400 and error["message"].startswith("Host: expected ")
+    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as plain:
+        plain.sendall(HEALTH)
+        assert plain.recv(65536).startswith(b"HTTP/1.1 200 ")
+        plain.sendall(last)
+        assert plain.recv(65536).startswith(b"HTTP/1.1 %d " % code)
 
 
 def test_slow_senders_and_readers_are_cut(server, client, monkeypatch):

@@ -1,5 +1,6 @@
 """HTTP of old clients, probes and proxies, over raw sockets and httpx."""
 
+import gzip
 import json
 import socket
 
@@ -172,3 +173,30 @@ def test_health_while_the_model_loads(server, client):
     finally:
         ready.set()
     assert client.get("/health").status_code == 200
+
+
+CODINGS = ["gzip", "br", "deflate", "zstd", "GZIP", "x-gzip", "identity, gzip", "nonsense"]
+POSTS = [
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/responses",
+    "/v1/messages",
+    "/tokenize",
+    "/v1/embeddings",
+]
+
+
+@pytest.mark.parametrize("path", POSTS)
+def test_a_compressed_body_is_refused_as_such(client, path):
+    """415 (RFC 9110), not an error of JSON; identity is no coding."""
+    body = json.dumps({"prompt": "x", "max_tokens": 1}).encode()
+    headers = {"Content-Type": "application/json"}
+    for coding in CODINGS:
+        given = gzip.compress(body) if "gzip" in coding.lower() else body
+        reply = client.post(path, content=given, headers={**headers, "Content-Encoding": coding})
+        assert reply.status_code == 415 and reply.headers["accept-encoding"] == "identity"
+        assert reply.json()["error"]["message"].startswith("Content-Encoding: expected none, got ")
+    plain = client.post(path, content=body, headers=headers).status_code
+    for coding in ("identity", "", "Identity"):
+        reply = client.post(path, content=body, headers={**headers, "Content-Encoding": coding})
+        assert reply.status_code == plain != 415

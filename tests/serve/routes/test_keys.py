@@ -1,5 +1,7 @@
 """Who is let in: a key on every route but health and the page, wherever a proxy puts them."""
 
+import http.client
+
 import httpx
 import pytest
 from servers import KEY, ThreadServer, bearer, refused
@@ -96,3 +98,17 @@ def test_a_root_path_is_a_path(root_path):
     with pytest.raises(ConfigError, match="root_path: expected a path such as /llm, got "):
         ServerConfig(model_names=("x",), root_path=root_path)
     assert ServerConfig(model_names=("x",), root_path="/a/b/").root_path == "/a/b"
+
+
+@pytest.mark.parametrize("space", ["", " ", "   ", "\t", " \t "])
+def test_spaces_around_a_key_do_not_count(server, space):
+    def status(name, value):
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
+        connection.request("GET", "/v1/models", headers={name: value})
+        return connection.getresponse().status
+
+    for header in (f"Bearer {space}{KEY}{space}", f"{space}bearer {KEY}"):
+        assert status("Authorization", header) == 200
+    assert status("X-API-Key", f"{space}{KEY}{space}") == 200
+    for wrong in (f"Bearer {KEY[0]} {KEY[1:]}", f"Bearer {KEY}{space} x", f"{space}{KEY}", "Bearer", space):
+        assert status("Authorization", wrong) == 401
