@@ -206,7 +206,7 @@ class AsyncLLM:
         self, prompt: Prompt, params: PoolingParams, request_id: str | None, priority: int
     ) -> PooledCollector:
         pooling = self.client.info.pooling
-        own = with_task(pooling, params, None)
+        own = with_task(pooling, params, None, self.client.info.vector_size)
         assert pooling is not None
         text, ids, salt = prompt_parts(prompt)
         most = own.most_tokens(self.max_model_len)

@@ -21,7 +21,7 @@ from qrt.engine.garbage import short_collections
 from qrt.engine.preflight import preflight
 from qrt.engine.schedule.output import StepDelta
 from qrt.engine.schedule.scores import Scores, concat
-from qrt.errors import ConfigError, QrtError
+from qrt.errors import ConfigError, QrtError, UnsupportedError
 from qrt.offline.pooling import PoolingCalls
 from qrt.peer_fields import refuse_arguments
 from qrt.peers import has_no_effect, refuse_method, setting
@@ -30,7 +30,7 @@ from qrt.sampling_params import SamplingParams
 from qrt.text.collector import RequestCollector
 from qrt.text.output import RequestOutput
 from qrt.text.pooling.outputs import ScoringRequestOutput
-from qrt.text.prompt import Prompt, listed_prompts, split_prompts
+from qrt.text.prompt import Prompt, listed_prompts, plain_ids, split_prompts
 from qrt.text.reasoning import ReasoningReader
 from qrt.text.shapes import Shapes
 from qrt.text.tokenizer import Message, Tokenizer
@@ -56,7 +56,8 @@ class LLM(PoolingCalls):
         """Load `model`: a folder, ORG/NAME[@REVISION] of the Hub, or "tiny".
 
         `settings` are the other fields of EngineConfig, and `reasoning_parser`, which names the marks of the
-        model's thinking as for `qrt-serve`. ConfigError for an unknown one.
+        model's thinking as for `qrt-serve`. ConfigError for an unknown one, UnsupportedError for one of
+        another engine that asks for something.
         """
         parser = settings.pop("reasoning_parser", None)
         checked = preflight(engine_config(model, {"kv": kv, **settings}))
@@ -246,6 +247,7 @@ class LLM(PoolingCalls):
 
     def score_ranked(self, token_ids: Sequence[Sequence[int]]) -> list[Scores]:
         """Score as `score` does, and return each token's rank in the vocabulary too, 1 = likeliest."""
+        token_ids = [plain_ids(ids) for ids in token_ids]
         params = SamplingParams(prompt_logprobs=0)
         parts: dict[str, list[Scores]] = {f"score-{next(self._ids)}": [] for _ in token_ids}
         with self._running(parts):
@@ -328,8 +330,8 @@ def reasoning_reader(name: str | None, tokenizer: Tokenizer) -> ReasoningReader:
 def engine_config(model: str, settings: Mapping[str, Any]) -> EngineConfig:
     """Make an EngineConfig from keyword arguments by qrt's or vLLM's names; None is the default, as there.
 
-    Raises ConfigError for an unknown name, or for two names of one setting with two values, unless the value
-    of `kv` is "auto".
+    Raises UnsupportedError for a setting of another engine that asks for something, ConfigError for an
+    unknown name, or for two names of one setting with two values, unless the value of `kv` is "auto".
     """
     known = [field.name for field in fields(EngineConfig)]
     given: dict[str, Any] = {}
@@ -338,9 +340,9 @@ def engine_config(model: str, settings: Mapping[str, Any]) -> EngineConfig:
         if field not in known:
             if has_no_effect(name, value):
                 continue
-            entry = setting(name)
-            hint = f"; {entry.remedy}" if entry else nearest(name, [*known, *ALIASES])
-            raise ConfigError(f"LLM: unknown setting {name!r}{hint}")
+            if entry := setting(name):
+                raise UnsupportedError(f"LLM: {name}: {entry.remedy}")
+            raise ConfigError(f"LLM: unknown setting {name!r}{nearest(name, [*known, *ALIASES])}")
         if value is None:
             continue
         if given.get(field, "auto") not in ("auto", value):

@@ -29,7 +29,7 @@ from qrt.text.pooling.outputs import (
     ScoringRequestOutput,
 )
 from qrt.text.pooling.pairs import Pairs
-from qrt.text.pooling.task import with_task
+from qrt.text.pooling.task import vector_size, with_task
 from qrt.text.prompt import Prompt, listed_prompts, prompt_parts
 from qrt.text.tokenizer import Tokenizer
 
@@ -66,7 +66,7 @@ class PoolingCalls:
         given = listed_prompts(prompts)
         pooling, collectors = self._pooling(pooling_task or "encode"), []
         for prompt, params in zip(given, _params(pooling_params, len(given)), strict=True):
-            own = with_task(pooling, params, pooling_task)
+            own = with_task(pooling, params, pooling_task, self._vector_size)
             text, ids, salt = prompt_parts(prompt)
             most = own.most_tokens(self.engine.max_model_len)
             encoded = encode(self.tokenizer, ids if ids is not None else text or "", own, most)
@@ -129,7 +129,7 @@ class PoolingCalls:
         """Score pairs of texts, as LLM.score says."""
         refuse_arguments("LLM.score", others, signature(self._score_pairs).parameters)
         pooling, pairs = self._pooling("score"), pair_up(data_1, data_2)
-        params = with_task(pooling, pooling_params or PoolingParams(), pooling.task)
+        params = with_task(pooling, pooling_params or PoolingParams(), pooling.task, self._vector_size)
         own = Pairs(
             self.tokenizer,
             pooling,
@@ -175,6 +175,10 @@ class PoolingCalls:
             with_task(None, PoolingParams(), f"LLM.{call}")
         assert self.engine.pooling is not None
         return self.engine.pooling
+
+    @property
+    def _vector_size(self) -> int:
+        return vector_size(self.engine.pooling, self.engine.model.arch.hidden_size)
 
     def _next_id(self) -> str:
         return f"pool-{next(self._ids)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,6 +18,7 @@ from qrt.text.detokenizer import Detokenizer, TokenPlaces
 from qrt.text.output import (
     CompletionOutput,
     Logprob,
+    RequestMetrics,
     RequestOutput,
     TextDelta,
     TokenLogprobs,
@@ -48,6 +50,7 @@ class RequestCollector:
     thinking            what the engine must know of their thinking; likewise
     prompt_logprobs     log-probabilities of the prompt's tokens so far; None for the first token
     num_cached_tokens   prompt tokens found in the prefix cache
+    metrics             when the request came, and its tokens
     """
 
     pool: str | None = None  # its requests make no vectors
@@ -83,6 +86,7 @@ class RequestCollector:
         self._completions = [_Completion(Detokenizer(tokenizer, prompt_ids, params)) for _ in range(count)]
         self.prompt_logprobs: list[TokenLogprobs | None] = [None]
         self.num_cached_tokens = 0
+        self.metrics = RequestMetrics(time.time())
 
     @property
     def engine_ids(self) -> list[str]:
@@ -141,6 +145,7 @@ class RequestCollector:
 
         Use it when the text is only read at the end, and pass what it returns to `feed`.
         """
+        self._note_time(delta)
         gathered = self._completions[self._indices[delta.request_id]].gathered
         gathered.append(delta)
         if len(gathered) < self._at_once and delta.finish_reason is None:
@@ -173,8 +178,18 @@ class RequestCollector:
             completion.finish_reason, completion.stop_reason = FinishReason.STOP.value, stop_string
         elif delta.finish_reason:
             completion.finish_reason, completion.stop_reason = delta.finish_reason.value, delta.stop_reason
+        self._note_time(delta)
         abort = completion.finish_reason is not None and delta.finish_reason is None
         return TextDelta(index, text, new, logprobs, completion.finish_reason, completion.stop_reason, abort)
+
+    def _note_time(self, delta: StepDelta) -> None:
+        """Note when tokens came, and when the last completion has ended."""
+        now = time.time()
+        if delta.token_ids:
+            first = self.metrics.first_token_time or now
+            self.metrics = replace(self.metrics, first_token_time=first, last_token_time=now)
+        if self.finished:
+            self.metrics = replace(self.metrics, finished_time=now)
 
     def output(self) -> RequestOutput:
         """Return everything so far."""
@@ -188,6 +203,7 @@ class RequestCollector:
             outputs,
             self.finished,
             self.num_cached_tokens,
+            self.metrics,
         )
 
     def _best(self) -> Sequence[int]:

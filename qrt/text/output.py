@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,23 @@ class CompletionOutput:
     finish_reason: str | None
     stop_reason: int | str | None
 
+    def finished(self) -> bool:
+        """Return whether it has ended, as in vLLM."""
+        return self.finish_reason is not None
+
+
+@dataclass(frozen=True)
+class RequestMetrics:
+    """When a prompt's request came and what became of it, by vLLM's names, in seconds of `time.time()`.
+
+    first_token_time   of any of its completions; None while there is none, and so are the other two
+    """
+
+    arrival_time: float
+    first_token_time: float | None = None
+    last_token_time: float | None = None
+    finished_time: float | None = None
+
 
 @dataclass(frozen=True)
 class RequestOutput:
@@ -51,6 +68,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int
+    metrics: RequestMetrics = field(compare=False)
 
 
 @dataclass(slots=True)  # not frozen: one is made for every token

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from qrt.checks import is_integer, plain
 from qrt.errors import ConfigError
 from qrt.peer_fields import PROMPT_FIELDS
 from qrt.peers import refuse
@@ -28,13 +29,15 @@ def split_prompts(
 
 
 def listed_prompts(prompts: Prompt | Sequence[Prompt] | None) -> Sequence[Prompt]:
-    """Return the prompts as a list, also if it is a single prompt."""
+    """Return the prompts as a list, also if it is a single prompt; token ids may be arrays or tensors."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
+    if hasattr(prompts, "tolist"):
+        prompts = prompts.tolist()
     if isinstance(prompts, bytes) or not isinstance(prompts, Sequence):
         got = type(prompts).__name__
         raise ConfigError(f"prompts: expected text, token ids or a dictionary, or a list of them, got {got}")
-    if len(prompts) > 0 and isinstance(prompts[0], int):
+    if len(prompts) > 0 and is_integer(plain(prompts[0])):
         return [prompts]  # type: ignore[list-item]
     return prompts  # type: ignore[return-value]
 
@@ -49,15 +52,20 @@ def prompt_parts(prompt: Prompt) -> tuple[str | None, list[int] | None, str | No
         refuse(PROMPT_FIELDS, others, others)
         salt = prompt.get("cache_salt")
         if "prompt_token_ids" in prompt:
-            return prompt.get("prompt"), _listed(prompt["prompt_token_ids"]), salt
+            return prompt.get("prompt"), plain_ids(prompt["prompt_token_ids"]), salt
         prompt = prompt.get("prompt", ())
     if isinstance(prompt, str):
         return prompt, None, salt
-    return None, _listed(prompt), salt
+    return None, plain_ids(prompt), salt
 
 
-def _listed(ids: Any) -> list[int]:
+def plain_ids(given: Any) -> list[int]:
+    """Return token ids as a list: they may be an array or a tensor, or a list of its numbers."""
+    ids = given.tolist() if hasattr(given, "tolist") else given
     if isinstance(ids, (str, bytes)) or not isinstance(ids, Sequence):
-        got = type(ids).__name__
+        got = type(given).__name__
         raise ConfigError(f"prompt: expected text, token ids or a dictionary, got {got}")
-    return list(ids)
+    ids = [plain(id) for id in ids]
+    if wrong := [id for id in ids if not is_integer(id)]:
+        raise ConfigError(f"prompt: expected a list of token ids, got {wrong[0]!r:.50} in it")
+    return ids

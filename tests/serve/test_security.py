@@ -159,7 +159,7 @@ def test_other_media_types(client):
         {"logit_bias": {"5000": 1}}, {"logit_bias": {"²": 1}}, {"logit_bias": {"1": 1, "01": 2}},
         {"logit_bias": {"1": 101}}, {"presence_penalty": 3}, {"frequency_penalty": -3},
         {"repetition_penalty": 0},
-        {"prompt": []}, {"prompt": [[]]}, {"prompt": [-1]}, {"prompt": [10**6]}, {"prompt": ["x"] * 1025},
+        {"prompt": []}, {"prompt": [[]]}, {"prompt": [-1]}, {"prompt": [10**6]}, {"prompt": ["x"] * 2049},
         {"prompt": [[1], ["x"]]}, {"prompt": "x" * 200_000}, {"prompt": [5] * 3000},
         {"prompt": [[5] * 1500] * 3}, {"prompt": [5] * 1500, "n": 3},
         {"stream_options": {"include_usage": True}}, {"model": "x" * 5000}, {"cache_salt": "x" * 1000},
@@ -247,7 +247,7 @@ def test_long_token_lists_do_not_block_the_event_loop(server, client, monkeypatc
         {"messages": []}, {"messages": [{"role": "user"}] * 5000},
         {"messages": [{"role": "x" * 100, "content": ""}]},
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}]},
-        {"top_logprobs": 5}, {"top_logprobs": 500, "logprobs": True}, {"tool_choice": "auto"},
+        {"top_logprobs": 5}, {"top_logprobs": 500, "logprobs": True}, {"tool_choice": "required"},
     ],
     ids=lambda field: next(iter(field)),
 )  # fmt: skip

@@ -152,7 +152,7 @@ class Service:
     ) -> PooledCollector:
         """Make the collector of a request for vectors; ConfigError if the model does not do the task."""
         info = self.client.info
-        own = with_task(info.pooling, params, task)
+        own = with_task(info.pooling, params, task, info.vector_size)
         assert info.pooling is not None
         return PooledCollector(new_id("req"), ids, info.pooling, own, size=info.vector_size, **options)
 

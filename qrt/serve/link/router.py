@@ -43,6 +43,7 @@ from qrt.serve.link.messages import (
 from qrt.serve.link.metric_names import MetricNames
 from qrt.serve.link.metrics import EngineMetrics
 from qrt.serve.link.step_output import FromEngine, StepOutput
+from qrt.text.pooling.task import vector_size
 
 logger = logging.getLogger(__name__)
 
@@ -264,15 +265,8 @@ def engine_info(engine: Engine) -> EngineInfo:
         sampling={name: value for name, value in given.items() if value != default[name]},
         max_new_tokens=engine.generation.max_new_tokens,
         pooling=engine.pooling,
-        vector_size=_vector_size(engine),
+        vector_size=vector_size(engine.pooling, engine.model.arch.hidden_size),
     )
-
-
-def _vector_size(engine: Engine) -> int:
-    """Return how many numbers one vector has; 0 for a model that generates."""
-    if engine.pooling is None:
-        return 0
-    return len(engine.pooling.labels) or engine.model.arch.hidden_size
 
 
 QUESTIONS: dict[str, Callable[[Router], bytes]] = {

@@ -14,10 +14,18 @@ from qrt.request.pooling import PoolingParams
 LEAST_LENGTH = 1e-12  # of a vector that is normalized
 
 
-def with_task(pooling: Pooling | None, params: PoolingParams, task: str | None) -> PoolingParams:
+def vector_size(pooling: Pooling | None, hidden_size: int) -> int:
+    """Return how many numbers one vector has; 0 for a model that generates."""
+    return 0 if pooling is None else len(pooling.labels) or hidden_size
+
+
+def with_task(
+    pooling: Pooling | None, params: PoolingParams, task: str | None, size: int = 0
+) -> PoolingParams:
     """Return `params` for `task`, or for the model's own; ConfigError where the model does not do it.
 
     pooling   how the model pools; None: it generates
+    size      numbers in one of its vectors, which any model may be asked for
     """
     name = task or params.task or "pooling"
     if pooling is None:
@@ -35,6 +43,8 @@ def with_task(pooling: Pooling | None, params: PoolingParams, task: str | None) 
         )
     if pooling.kind == "all" and task == pooling.task:
         raise ConfigError(f"task: expected {own!r}, as the model has a vector for each token, got {task!r}")
+    if params.dimensions == size and pooling.task == "embed":
+        params = replace(params, dimensions=None)
     _check_dimensions(pooling, params)
     return replace(params, task=task)
 

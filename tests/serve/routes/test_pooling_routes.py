@@ -146,7 +146,7 @@ def test_scores_and_ranks_of_an_embedder(embedder, expected):
         ({}, "input"),
         ({"input": []}, "input"),
         ({"input": [[]]}, "input"),
-        ({"input": ["a"] * 1025}, "input"),
+        ({"input": ["a"] * 2049}, "input"),
         ({"input": [5000]}, "token ids of 0 to 511"),
         ({"input": "a", "encoding_format": "hex"}, "encoding_format"),
         ({"input": "a", "dimensions": 0}, "dimensions"),
@@ -278,3 +278,23 @@ def test_python_calls_of_a_reranker(reranker):
     (rewards,) = llm.reward(text, use_tqdm=False)
     assert rewards.outputs.data.shape == (len(scored.prompt_token_ids), 1)
     assert rewards.outputs.data[-1].item() == pytest.approx(scored.outputs.score, abs=1e-6)
+
+
+def test_as_many_inputs_as_openai_takes(embedder):
+    reply = post(embedder, "/v1/embeddings", input=[[5 + place % 7] for place in range(2048)])
+    assert [one["index"] for one in reply["data"]] == list(range(2048))
+    np.testing.assert_allclose(vectors(reply)[7:14], vectors(reply)[:7], atol=1e-5)
+
+
+def test_any_model_may_be_asked_for_its_own_length(tmp_path):
+    """Clients always send `dimensions`; only a shorter length needs a model that was trained for it."""
+    folder = with_tokenizer(random_checkpoint(tmp_path, "Qwen3Model"))
+    llm = LLM(str(folder), device="cpu", kv_cache_memory_bytes=POOL)
+    (plain,) = llm.embed("Hello", use_tqdm=False)
+    (own,) = llm.embed("Hello", pooling_params=PoolingParams(dimensions=128), use_tqdm=False)
+    np.testing.assert_allclose(own.outputs.embedding, plain.outputs.embedding, atol=1e-6)
+    (array,) = llm.embed({"prompt_token_ids": np.array(plain.prompt_token_ids)}, use_tqdm=False)
+    np.testing.assert_allclose(array.outputs.embedding, plain.outputs.embedding, atol=1e-6)
+    for other in (64, 256):
+        with pytest.raises(ConfigError, match="dimensions: expected none, as config.json has no"):
+            llm.embed("Hello", pooling_params=PoolingParams(dimensions=other), use_tqdm=False)

@@ -109,7 +109,7 @@ async def _vectors(
 ) -> Response:
     """Run one request for each prompt of a body and write the reply of its vectors."""
     arrived, params = time.monotonic(), _checked(service, body)
-    own = with_task(service.client.info.pooling, params, task)
+    own = with_task(service.client.info.pooling, params, task, service.client.info.vector_size)
     most = own.most_tokens(service.client.info.max_model_len)
     prompts: Sequence[str | list[int]]
     if isinstance(body, Chat):
@@ -145,7 +145,7 @@ async def _scores(
     arrived, params = time.monotonic(), _checked(service, body)
     info = service.client.info
     pooling = info.pooling
-    own = with_task(pooling, params, None if pooling is None else pooling.task)
+    own = with_task(pooling, params, None if pooling is None else pooling.task, info.vector_size)
     assert pooling is not None
     made = await asyncio.to_thread(
         lambda: Pairs(
