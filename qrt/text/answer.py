@@ -9,6 +9,7 @@ from qrt.text.parts import ContentText, Part, ReasoningText, joined
 from qrt.text.reasoning import Reasoning
 from qrt.text.tokenizer import Tokenizer
 from qrt.text.tool_calls import ToolCall, ToolCallStream, ToolFormat
+from qrt.text.tool_calls.stream import Shown
 
 __all__ = ["AnswerFormat", "AnswerStream", "ContentText", "Part", "ReasoningText"]
 PIECE = 4096  # characters of a whole answer that are read at once
@@ -41,11 +42,15 @@ class AnswerFormat:
 
     def split(self, text: str) -> list[Part]:
         """Split a whole answer; neighbouring texts of one kind are joined."""
+        return joined(self.pieces(text))
+
+    def pieces(self, text: str) -> list[Part]:
+        """Split a whole answer as a stream does."""
         stream = self.stream()
         parts = [
             part for start in range(0, len(text), PIECE) for part in stream.feed(text[start : start + PIECE])
         ]
-        return joined(parts + stream.finish())
+        return parts + stream.finish()
 
     def num_reasoning_tokens(self, token_ids: Sequence[int]) -> int:
         """Count the tokens of thinking in a whole answer."""
@@ -66,6 +71,8 @@ class AnswerStream:
         self._split = split.stream(format.names) if split else None
         self._counter = reasoning.counter() if reasoning else None
         self._calls = ToolCallStream(format.tools, format.names) if format.tools else None
+        self._seen = 0  # characters, where nothing is split off
+        self._searched = self._shift = 0  # characters that may hold calls, and those left out before them
         self.num_calls = 0
 
     @property
@@ -79,13 +86,14 @@ class AnswerStream:
             self._counter.feed(token_ids)
         if self._split:
             return self._with_calls(self._split.feed(text))
-        return self._with_calls([ContentText(text)] if text else [])
+        self._seen += len(text)
+        return self._with_calls([ContentText(text, self._seen)] if text else [])
 
     def finish(self) -> list[Part]:
         """Return what is held back, at the end of the answer."""
         parts = self._with_calls(self._split.finish()) if self._split else []
         if self._calls:
-            parts += self._counted(_parts(self._calls.finish()))
+            parts += self._counted(self._placed(self._calls.finish()))
         return parts
 
     def _with_calls(self, parts: Iterable[Part]) -> list[Part]:
@@ -93,7 +101,9 @@ class AnswerStream:
         found: list[Part] = []
         for part in parts:
             if self._calls and isinstance(part, ContentText):
-                found += _parts(self._calls.feed(part.text))
+                self._searched += len(part.text)
+                self._shift = part.end - self._searched
+                found += self._placed(self._calls.feed(part.text))
             else:
                 found.append(part)
         return self._counted(found)
@@ -102,6 +112,10 @@ class AnswerStream:
         self.num_calls += sum(isinstance(part, ToolCall) for part in parts)
         return parts
 
-
-def _parts(found: Iterable[str | ToolCall]) -> list[Part]:
-    return [ContentText(part) if isinstance(part, str) else part for part in found if part]
+    def _placed(self, found: Iterable[Shown | ToolCall]) -> list[Part]:
+        """Return the text around calls at its place in the answer, and the calls."""
+        return [
+            part if isinstance(part, ToolCall) else ContentText(str(part), part.end + self._shift)
+            for part in found
+            if part
+        ]

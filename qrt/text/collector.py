@@ -14,7 +14,8 @@ from qrt.errors import ConfigError
 from qrt.request.thinking import Thinking
 from qrt.sampling_params import MAX_TOKENS_LISTED, SamplingParams
 from qrt.text.answer import AnswerFormat
-from qrt.text.detokenizer import Detokenizer, TokenPlaces
+from qrt.text.content_tokens import ContentTokens, TokenText
+from qrt.text.detokenizer import Detokenizer, TextStream
 from qrt.text.output import (
     CompletionOutput,
     Logprob,
@@ -23,6 +24,7 @@ from qrt.text.output import (
     TextDelta,
     TokenLogprobs,
 )
+from qrt.text.parts import ContentText
 from qrt.text.tokenizer import Tokenizer
 
 # Tokens that are decoded at once when the text is only read at the end. With stop strings it is done more
@@ -267,15 +269,20 @@ class RequestCollector:
         """Return the bytes of one token, which may be a part of a character."""
         return self._tokenizer.token_bytes(token_id)
 
-    def output_places(self, start: int) -> TokenPlaces:
-        """Return the places of a completion's tokens in a text in which theirs begins at `start`."""
-        return TokenPlaces(self._tokenizer, self.prompt_ids, self.params.skip_special_tokens, start)
+    def content_tokens(self, *, keep: bool = False, place: int = 0) -> ContentTokens:
+        """Begin to match the tokens of a completion with its content; `keep` and `place` as there."""
+        skip = self.params.skip_special_tokens
+        stream = TextStream(self._tokenizer, self.prompt_ids, skip)
+        return ContentTokens(stream, self._tokenizer.special_ids if skip else (), keep=keep, place=place)
 
-    def prompt_places(self) -> TokenPlaces:
-        """Return the places of the prompt's tokens; a BOS that the tokenizer added has no text."""
-        first, special = self.prompt_ids[0], self._tokenizer.special_ids
-        added = first in special and not (self.prompt or "").startswith(self.token_text(first))
-        return TokenPlaces(self._tokenizer, [], False, 0, unseen=int(added))
+    def prompt_tokens(self) -> list[TokenText]:
+        """Return the prompt's tokens and texts; a BOS that the tokenizer added has none."""
+        tokens = ContentTokens(TextStream(self._tokenizer, [], False), keep=True)
+        first = self.prompt_ids[0]
+        own = {first: Logprob(0.0, 0, self.token_text(first))}  # which nothing predicts
+        tokens.add([own, *(row for row in self.prompt_logprobs if row is not None)])
+        text = self.prompt or ""
+        return tokens.feed([ContentText(text, tokens.num_chars)]) + tokens.finish()
 
 
 def encode_bad_words(

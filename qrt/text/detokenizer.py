@@ -108,39 +108,6 @@ class TextStream:
         return window, text
 
 
-class TokenPlaces:
-    """Finds where in the text each token begins; all parts of a character are at its beginning."""
-
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        before: Sequence[int],
-        skip_special_tokens: bool,
-        start: int,
-        unseen: int = 0,
-    ) -> None:
-        """Start a text.
-
-        before   tokens before the first one
-        start    position in the text at which the first token begins
-        unseen   number of first tokens that are not in the text
-        """
-        self._stream = TextStream(tokenizer, before, skip_special_tokens)
-        self._next = start
-        self._unseen = unseen
-
-    def feed(self, token_ids: Iterable[int]) -> list[int]:
-        """Return the position of each token."""
-        places = []
-        for token_id in token_ids:
-            places.append(self._next)
-            if self._unseen:
-                self._unseen -= 1
-            else:
-                self._next += len(self._stream.feed([token_id]))
-        return places
-
-
 class StopStrings:
     """Passes text on, up to the first stop string.
 

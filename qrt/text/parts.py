@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from qrt.text.tool_calls.call import ToolCall
 
@@ -17,9 +17,10 @@ class ReasoningText:
 
 @dataclass(frozen=True, slots=True)
 class ContentText:
-    """Some text of the answer itself."""
+    """Some text of the answer itself; it ends at the character `end` of all that the model has written."""
 
     text: str
+    end: int = field(default=-1, compare=False)
 
 
 Part = ReasoningText | ContentText | ToolCall
@@ -31,7 +32,7 @@ def joined(parts: Iterable[Part]) -> list[Part]:
     for part in parts:
         last = found[-1] if found else None
         if isinstance(part, ContentText) and isinstance(last, ContentText):
-            found[-1] = ContentText(last.text + part.text)
+            found[-1] = ContentText(last.text + part.text, part.end)
         elif isinstance(part, ReasoningText) and isinstance(last, ReasoningText):
             found[-1] = ReasoningText(last.text + part.text)
         else:

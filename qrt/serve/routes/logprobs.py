@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from qrt.text.collector import RequestCollector
-from qrt.text.detokenizer import INCOMPLETE, TokenPlaces
+from qrt.text.content_tokens import TokenText
+from qrt.text.detokenizer import INCOMPLETE
 from qrt.text.output import Logprob, TokenLogprobs
 
 LEAST_LOGPROB = -9999.0  # JSON has no -Infinity
@@ -33,23 +35,23 @@ def token_name(token_id: int) -> str:
     return f"token_id:{token_id}"
 
 
-def completion_logprobs(
-    rows: list[TokenLogprobs], places: TokenPlaces, by_id: bool = False
-) -> dict[str, Any]:
+def completion_logprobs(tokens: Sequence[TokenText], by_id: bool = False) -> dict[str, Any]:
     """Return tokens' log-probabilities in the shape of `text_completion`: four parallel lists.
 
     by_id   show tokens by `token_name`
     """
+    rows = [one.row for one in tokens]
+    texts = [one.text for one in tokens]
     if by_id:
         rows = [
             {id: replace(entry, decoded_token=token_name(id)) for id, entry in row.items()} for row in rows
         ]
-    chosen = [next(iter(row.values())) for row in rows]
+        texts = [token_name(next(iter(row))) for row in rows]
     return {
-        "tokens": [entry.decoded_token for entry in chosen],
-        "token_logprobs": [_number(entry) for entry in chosen],
+        "tokens": texts,
+        "token_logprobs": [_number(next(iter(row.values()))) for row in rows],
         "top_logprobs": [_by_text(row) for row in rows],
-        "text_offset": places.feed(next(iter(row)) for row in rows),
+        "text_offset": [one.place for one in tokens],
     }
 
 
@@ -63,23 +65,28 @@ def _by_text(row: TokenLogprobs) -> dict[str, float]:
 
 
 def chat_logprobs(
-    rows: list[TokenLogprobs] | None, num_top: int, collector: RequestCollector, by_id: bool = False
-) -> dict[str, Any] | None:
+    tokens: Sequence[TokenText], num_top: int, collector: RequestCollector, by_id: bool = False
+) -> list[dict[str, Any]]:
     """Return tokens' log-probabilities in the shape of `chat.completion`: each with the likeliest ones.
 
     by_id   show tokens by `token_name`; their bytes stay
     """
-    if rows is None:
-        return None
     content = []
-    for row in rows:
-        (chosen, *_), ranked = row.items(), sorted(row.items(), key=lambda item: item[1].rank)
-        top = [_chat_token(*item, collector, by_id) for item in ranked if item[1].rank <= num_top]
-        content.append({**_chat_token(*chosen, collector, by_id), "top_logprobs": top})
-    return {"content": content}
+    for one in tokens:
+        (chosen, entry), *_ = one.row.items()
+        ranked = sorted(one.row.items(), key=lambda item: item[1].rank)
+        top = [
+            _chat_token(id, other, one.text if id == chosen else other.decoded_token or "", collector, by_id)
+            for id, other in ranked
+            if other.rank <= num_top
+        ]
+        content.append({**_chat_token(chosen, entry, one.text, collector, by_id), "top_logprobs": top})
+    return content
 
 
-def _chat_token(token_id: int, entry: Logprob, collector: RequestCollector, by_id: bool) -> dict[str, Any]:
-    text = entry.decoded_token or ""
-    own = collector.token_bytes(token_id) if INCOMPLETE in text else text.encode()
+def _chat_token(
+    token_id: int, entry: Logprob, text: str, collector: RequestCollector, by_id: bool
+) -> dict[str, Any]:
+    part = INCOMPLETE in (entry.decoded_token or "")  # of a character: the text comes with its last part
+    own = collector.token_bytes(token_id) if part else text.encode()
     return {"token": token_name(token_id) if by_id else text, "logprob": _number(entry), "bytes": list(own)}

@@ -10,11 +10,11 @@ from typing import Any
 
 from qrt.serve.http.events import event
 from qrt.serve.http.responses import EventReply
-from qrt.serve.routes.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs, token_name
+from qrt.serve.routes.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
 from qrt.serve.routes.protocol import ChatCompletionRequest, CompletionRequest, SamplingFields
 from qrt.text.answer import ContentText, Part, ReasoningText
 from qrt.text.collector import RequestCollector
-from qrt.text.detokenizer import TokenPlaces
+from qrt.text.content_tokens import ContentTokens, whole_tokens
 from qrt.text.output import CompletionOutput, TextDelta, TokenLogprobs
 from qrt.text.tool_calls import ToolCall
 
@@ -147,7 +147,8 @@ class CompletionReply(Reply):
         super().__init__(id, model, body, collectors)
         self._echo = body.echo
         self._echo_logprobs = body.echo and body.logprobs is not None
-        self._places: dict[int, TokenPlaces] = {}  # choice of a stream -> places of its tokens
+        self._tokens: dict[int, ContentTokens] = {}  # of the choices of a stream
+        self._ends: dict[int, int] = {}  # the characters of their texts so far
 
     def opening(self, number: int, index: int) -> Iterator[dict[str, Any]]:
         """Yield the prompt first, with echo its text and with `return_token_ids` its token ids."""
@@ -166,7 +167,10 @@ class CompletionReply(Reply):
         prompt = self._echoed(index)
         logprobs = None
         if completion.logprobs is not None:
-            logprobs = completion_logprobs(completion.logprobs, self._new_places(index), self._by_id)
+            tokens = self._new_tokens(index)
+            tokens.add(completion.logprobs)
+            found = tokens.feed([ContentText(completion.text, len(completion.text))]) + tokens.finish()
+            logprobs = completion_logprobs(found, self._by_id)
         if logprobs and (before := self._prompt_logprobs_of(index)):
             logprobs = {name: before[name] + logprobs[name] for name in logprobs}
         text = prompt + completion.text
@@ -180,40 +184,39 @@ class CompletionReply(Reply):
 
     def chunk_choices(self, number: int, delta: TextDelta) -> Iterator[dict[str, Any]]:
         """See Reply."""
-        logprobs = None
-        if delta.logprobs is not None:
-            if number not in self._places:
-                self._places[number] = self._new_places(number // self._n)
-            logprobs = completion_logprobs(delta.logprobs, self._places[number], self._by_id)
+        logprobs = self._logprobs_of(number, delta)
+        if not (delta.text or logprobs or delta.finish_reason):
+            return  # the text of these tokens comes later
         yield _text_choice(number, delta.text, logprobs, delta.finish_reason, delta.stop_reason)
 
     def _echoed(self, index: int) -> str:
         """Return the prompt's text with echo, else an empty text."""
         return (self.collectors[index].prompt or "") if self._echo else ""
 
-    def _new_places(self, index: int) -> TokenPlaces:
-        """Return the places of a completion's tokens."""
-        return self.collectors[index].output_places(len(self._echoed(index)))
+    def _logprobs_of(self, number: int, delta: TextDelta) -> dict[str, Any] | None:
+        """Return the log-probabilities of the tokens whose text a delta completes."""
+        if delta.logprobs is None and number not in self._tokens:
+            return None
+        tokens = self._tokens.setdefault(number, self._new_tokens(number // self._n))
+        tokens.add(delta.logprobs or ())
+        end = self._ends[number] = self._ends.get(number, 0) + len(delta.text)
+        found = tokens.feed([ContentText(delta.text, end)])
+        if delta.finish_reason:
+            found += tokens.finish()
+        return completion_logprobs(found, self._by_id) if found else None
+
+    def _new_tokens(self, index: int) -> ContentTokens:
+        """Return what matches a completion's tokens with its text; each token has an entry."""
+        return self.collectors[index].content_tokens(keep=True, place=len(self._echoed(index)))
 
     def _prompt_logprobs_of(self, index: int) -> dict[str, Any] | None:
         """Return the log-probabilities of the echoed prompt, whose first token has none."""
         if not self._echo_logprobs:
             return None
-        collector = self.collectors[index]
-        places = collector.prompt_places()
-        first = places.feed(collector.prompt_ids[:1])
-        known = [row for row in collector.prompt_logprobs if row is not None]
-        logprobs = completion_logprobs(known, places, self._by_id)
-        begin = collector.prompt_ids[0]
-        return {
-            "tokens": [
-                token_name(begin) if self._by_id else collector.token_text(begin),
-                *logprobs["tokens"],
-            ],
-            "token_logprobs": [None, *logprobs["token_logprobs"]],
-            "top_logprobs": [None, *logprobs["top_logprobs"]],
-            "text_offset": [*first, *logprobs["text_offset"]],
-        }
+        logprobs = completion_logprobs(self.collectors[index].prompt_tokens(), self._by_id)
+        for name in ("token_logprobs", "top_logprobs"):
+            logprobs[name][0] = None
+        return logprobs
 
 
 def _text_choice(
@@ -246,6 +249,7 @@ class ChatReply(Reply):
         self._format = collectors[0].answer
         self._num_reasoning = None if self._format.reasoning is None else 0
         self._streams = [self._format.stream() for _ in range(self._n)]
+        self._tokens: dict[int, ContentTokens] = {}  # of the choices
         self._waits = not body.stream_reasoning
         self._waiting = [""] * self._n  # thinking that is shown when it has ended
 
@@ -280,7 +284,8 @@ class ChatReply(Reply):
 
     def choice(self, number: int, index: int, completion: CompletionOutput) -> dict[str, Any]:
         """See Reply."""
-        reasoning, content, calls = self._fields(self._format.split(completion.text))
+        parts = self._format.pieces(completion.text)
+        reasoning, content, calls = self._fields(parts)
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None, **reasoning}
         reason = completion.finish_reason
         if calls or reasoning:
@@ -293,23 +298,42 @@ class ChatReply(Reply):
         return {
             "index": number,
             "message": message,
-            "logprobs": self._logprobs(completion.logprobs),
+            "logprobs": self._logprobs(number, completion.logprobs, parts, ended=True),
             "finish_reason": reason,
             "stop_reason": completion.stop_reason,
             **({"token_ids": completion.token_ids} if self._token_ids else {}),
         }
 
-    def _logprobs(self, rows: list[TokenLogprobs] | None) -> dict[str, Any] | None:
-        return chat_logprobs(rows, self._num_top, self.collectors[0], self._by_id)
+    def _logprobs(
+        self, number: int, rows: list[TokenLogprobs] | None, parts: Sequence[Part], *, ended: bool
+    ) -> dict[str, Any] | None:
+        """Return the log-probabilities of the content that some more rows and parts complete.
+
+        Where the tokens' ids are asked for, each token has an entry with all of its own text.
+        """
+        collector = self.collectors[0]
+        if collector.params.logprobs is None:
+            return None
+        if self._by_id or self._token_ids:
+            found = whole_tokens(rows or ())
+        else:
+            tokens = self._tokens.setdefault(number, collector.content_tokens())
+            tokens.add(rows or ())
+            found = tokens.feed(parts) + (tokens.finish() if ended else [])
+        if not found and not ended:
+            return None
+        return {"content": chat_logprobs(found, self._num_top, collector, self._by_id)}
 
     def chunk_choices(self, number: int, delta: TextDelta) -> Iterator[dict[str, Any]]:
         """See Reply. A tool call is one chunk, with its name and all its arguments as a string."""
         reason = delta.finish_reason
-        logprobs = self._logprobs(delta.logprobs)
         stream = self._streams[number]
         first = stream.num_calls
         parts = stream.feed(delta.text)
-        fields, text, calls = self._fields(parts + stream.finish() if reason else parts)
+        if reason:
+            parts += stream.finish()
+        logprobs = self._logprobs(number, delta.logprobs, parts, ended=reason is not None)
+        fields, text, calls = self._fields(parts)
         fields = self._ended(number, fields, bool(text or calls or reason))
         if fields and calls:
             yield _chat_chunk(number, fields)

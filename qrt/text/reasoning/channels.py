@@ -39,6 +39,7 @@ class ChannelStream:
         """Begin; `names` may be called, and the prompt's last message begins with `begun`."""
         self._names = names
         self._held = ""
+        self._seen = 0  # characters of the answer so far
         self._header = True  # whether a header comes, not a text
         self._kind: type[ReasoningText] | type[ContentText] = ContentText
         self._function: str | None = None  # the function that is called
@@ -48,12 +49,14 @@ class ChannelStream:
         self._between = False  # whether a message has ended since then
         self.num_calls = 0
         self.feed(begun)
+        self._seen = 0
         self._held = "" if self._header else self._held
         self._last, self._between = None, False
 
     def feed(self, text: str) -> list[Part]:
         """Return the parts that are certain."""
         self._held += text
+        self._seen += len(text)
         parts: list[Part] = []
         while self._held and (self._read_header() if self._header else self._read_text(parts)):
             pass
@@ -63,10 +66,10 @@ class ChannelStream:
         """Return what is held back, at the end of the answer. A header that is cut off is left out."""
         parts: list[Part] = []
         if not self._header:
-            self._take(parts, self._held)
-            self._end(parts)
+            self._take(parts, self._held, self._seen)
+            self._end(parts, self._seen)
         elif not (head := self._held.lstrip()).startswith(HEADER_STARTS) and (head or self._last is None):
-            self._give(parts, self._held)
+            self._give(parts, self._held, self._seen)
         self._held = ""
         return parts
 
@@ -90,37 +93,38 @@ class ChannelStream:
     def _read_text(self, parts: list[Part]) -> bool:
         """Read the text of a message; return whether its end has come."""
         text, end = self._held, END.search(self._held)
+        begin = self._seen - len(text)
         if end:
-            self._take(parts, text[: end.start()])
-            self._end(parts)
+            self._take(parts, text[: end.start()], begin + end.start())
+            self._end(parts, begin + end.start())
             opens = end[0] in ("<|start|>", "<|channel|>")
             self._held = text[end.start() if opens else end.end() :]
             return True
         certain = len(text) - max(overlap(text[-LONGEST_END:], mark) for mark in ENDS)
-        self._take(parts, text[:certain])
+        self._take(parts, text[:certain], begin + certain)
         self._held = text[certain:]
         return False
 
-    def _take(self, parts: list[Part], text: str) -> None:
-        """Keep the text of a call, show every other one."""
+    def _take(self, parts: list[Part], text: str, end: int) -> None:
+        """Keep the text of a call, show every other one; `end` is where it ends in the answer."""
         if self._function is None:
-            self._give(parts, text)
+            self._give(parts, text, end)
             return
         self._call.append(text)
         self._chars += len(text)
         if self._chars > MAX_CALL_CHARS:
             self._function = None
-            self._give(parts, self._called())
+            self._give(parts, self._called(), end)
 
-    def _give(self, parts: list[Part], text: str) -> None:
+    def _give(self, parts: list[Part], text: str, end: int) -> None:
         if not text:
             return
         if self._between and self._last is self._kind:
             text = "\n" + text
-        parts.append(self._kind(text))
+        parts.append(ContentText(text, end) if self._kind is ContentText else ReasoningText(text))
         self._last, self._between = self._kind, False
 
-    def _end(self, parts: list[Part]) -> None:
+    def _end(self, parts: list[Part], end: int) -> None:
         """End a message: read its call, if it is one."""
         text = self._called()
         if self._function is not None:
@@ -130,7 +134,7 @@ class ChannelStream:
                 call = None
             self._function = None
             if call is None:
-                self._give(parts, text)
+                self._give(parts, text, end)
             else:
                 parts.append(call)
                 self.num_calls += 1

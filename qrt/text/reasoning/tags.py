@@ -33,6 +33,7 @@ class TagStream:
         self._inside = inside
         self._place = Place.BEGINNING
         self._held = ""  # what may be spaces or a part of a mark
+        self._seen = 0  # characters so far
         self._space: list[str] = []  # in the thinking: spaces that something may follow
         self._shown = False  # whether some thinking is shown
 
@@ -49,6 +50,7 @@ class TagStream:
     def feed(self, text: str) -> list[Part]:
         """Return the parts that are certain."""
         self._held += text
+        self._seen += len(text)
         parts: list[Part] = []
         if self._place is Place.BEGINNING:
             self._begin()
@@ -59,7 +61,7 @@ class TagStream:
             if self._held:
                 self._place = Place.CONTENT
         if self._place is Place.CONTENT and self._held:
-            parts.append(ContentText(self._held))
+            parts.append(ContentText(self._held, self._seen))
             self._held = ""
         return parts
 
@@ -67,7 +69,7 @@ class TagStream:
         """Return what is held back, at the end of the answer."""
         text, self._held = self._held, ""
         if self._place is Place.BEGINNING and not self._inside:
-            return [ContentText(text)] if text else []
+            return [ContentText(text, self._seen)] if text else []
         parts: list[Part] = []
         if self._place in (Place.BEGINNING, Place.THINKING):
             self._give(parts, text)

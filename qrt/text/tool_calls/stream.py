@@ -12,7 +12,16 @@ from qrt.text.tool_calls.outline import Outline
 
 MAX_CALL_CHARS = 2**20  # a longer call is text
 MAX_CALLS = 128  # in an answer, where further ones are text, and in a message that comes back
-Parts = list[str | ToolCall]
+
+
+class Shown(str):
+    """Some text that is no call; it ends at the character `end` of all that has been fed."""
+
+    __slots__ = ("end",)
+    end: int
+
+
+Parts = list[Shown | ToolCall]
 BETWEEN = re.compile(r"[\s;,]*")  # separators between two calls without a marker
 
 
@@ -31,6 +40,7 @@ class ToolCallStream:
         self._names = names
         self._text = ""
         self._at = 0  # how much of `_text` is done
+        self._before = 0  # characters before `_text`
         self._call: int | None = None  # where a possible call begins in `_text`, after its marker
         self._outline = Outline(0)  # the possible call's strings and brackets
         self._seen = self._taken = 0  # its length when it was last seen, and when it was last parsed
@@ -43,6 +53,7 @@ class ToolCallStream:
     def feed(self, text: str) -> Parts:
         """Return, in order, the text that cannot be part of a call, and the calls that are complete."""
         if self._call is None:
+            self._before += self._at
             self._text, self._at = self._text[self._at :], 0
         self._text += text
         shown: Parts = []
@@ -64,28 +75,36 @@ class ToolCallStream:
         shown: Parts = []
         if self._call is not None and (taken := self._cut_off()):
             shown += self._accept(taken)
-        rest = self._text[self._at :]
+        rest, end = self._text[self._at :], len(self._text)
         closing = self._format.closing
         if self._may_close and closing and closing.startswith(rest.strip()):
-            rest = ""
+            end = self._at
         elif self._may_open and self.num_calls and BETWEEN.fullmatch(rest):
-            rest = ""
-        self._give(shown, rest)
+            end = self._at
+        self._give(shown, end)
         if not self.num_calls and self._space:
-            shown.append(self._space)
+            shown.append(self._shown(self._space, len(self._text)))
+        self._before += len(self._text)
         self._text, self._at, self._call, self._space = "", 0, None, ""
         return shown
 
-    def _give(self, shown: Parts, text: str) -> None:
-        """Show a text; hold back the spaces at its end, because a call or nothing may follow."""
+    def _give(self, shown: Parts, end: int) -> None:
+        """Show the text up to `end`; hold back the spaces there, because a call or nothing may follow."""
+        text = self._text[self._at : end]
         body = text.rstrip()
         if not body:
             self._space += text
             return
         space, self._space = self._space, text[len(body) :]
         body = space + body
-        shown.append(body if self._begun or not self.num_calls else body.lstrip())
+        body = body if self._begun or not self.num_calls else body.lstrip()
+        shown.append(self._shown(body, end - len(self._space)))
         self._begun = True
+
+    def _shown(self, text: str, end: int) -> Shown:
+        shown = Shown(text)
+        shown.end = self._before + end
+        return shown
 
     def _closed(self) -> bool:
         """Skip the closing tag of the last call; return False while the tag may still come."""
@@ -116,14 +135,14 @@ class ToolCallStream:
         start = text.find(marker, first) if marker else -1
         if marker and start >= 0:
             if start > first or not self._may_open:
-                self._give(shown, text[self._at : start])
+                self._give(shown, start)
                 self._at = start
             self._begin(start + len(marker))
             return True
         held = overlap(text[max(first, len(text) - len(marker)) :], marker) if marker else 0
         if self._may_open and first + held == len(text):
             return False
-        self._give(shown, text[self._at : len(text) - held])
+        self._give(shown, len(text) - held)
         self._at = len(text) - held
         self._may_open = False
         return False
@@ -173,7 +192,7 @@ class ToolCallStream:
     def _fail(self, shown: Parts) -> None:
         """Show the marker as text; look for another call after it."""
         assert self._call is not None
-        self._give(shown, self._text[self._at : self._call])
+        self._give(shown, self._call)
         self._at, self._call, self._may_open = self._call, None, False
 
     def _cut_off(self) -> Taken | None:

@@ -103,8 +103,10 @@ def test_logprobs_in_both_shapes(client):
         temperature=0,
         logprobs=True,
         top_logprobs=2,
+        extra_body={"skip_special_tokens": False},
     )
     content = chat.choices[0].logprobs.content
+    assert "".join(entry.token for entry in content) == chat.choices[0].message.content
     assert len(content) == chat.usage.completion_tokens
     assert all(len(e.top_logprobs) == 2 and e.top_logprobs[0].logprob == e.logprob for e in content)
 

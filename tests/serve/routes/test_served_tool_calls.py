@@ -170,5 +170,5 @@ def test_wrong_choices_are_refused_by_name(client, choice, message):
 def test_a_choice_needs_tools(client):
     with pytest.raises(openai.BadRequestError, match="tool_choice: expected only with tools"):
         client.chat.completions.create(
-            model="tiny", messages=[{"role": "user", "content": "x"}], tool_choice="auto"
+            model="tiny", messages=[{"role": "user", "content": "x"}], tool_choice="required"
         )

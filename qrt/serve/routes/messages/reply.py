@@ -11,7 +11,7 @@ from qrt.serve.http.anthropic_errors import anthropic_error
 from qrt.serve.http.events import event
 from qrt.serve.routes.protocol import ChatCompletionRequest
 from qrt.serve.routes.translate.parts import PartsReply, Text
-from qrt.text.answer import ContentText
+from qrt.text.answer import ContentText, ReasoningText
 from qrt.text.collector import RequestCollector
 from qrt.text.output import CompletionOutput
 from qrt.text.tool_calls import ToolCall
@@ -43,12 +43,12 @@ class MessageReply(PartsReply):
         """See PartsReply."""
         yield self._started(_block(kind, "", ""))
 
-    def text(self, kind: Text, text: str) -> Iterator[bytes]:
+    def text(self, part: ReasoningText | ContentText) -> Iterator[bytes]:
         """See PartsReply."""
         delta = (
-            {"type": "text_delta", "text": text}
-            if kind is ContentText
-            else {"type": "thinking_delta", "thinking": text}
+            {"type": "text_delta", "text": part.text}
+            if isinstance(part, ContentText)
+            else {"type": "thinking_delta", "thinking": part.text}
         )
         yield self._of_block("content_block_delta", delta=delta)
 

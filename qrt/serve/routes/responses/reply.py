@@ -13,7 +13,8 @@ from qrt.serve.routes.responses.body import ResponsesRequest
 from qrt.serve.routes.translate.parts import PartsReply, Text
 from qrt.text.answer import ContentText, ReasoningText
 from qrt.text.collector import RequestCollector
-from qrt.text.output import CompletionOutput, TextDelta
+from qrt.text.content_tokens import TokenText
+from qrt.text.output import CompletionOutput, TokenLogprobs
 from qrt.text.tool_calls import ToolCall
 
 CUT = {"reason": "max_output_tokens"}
@@ -35,24 +36,16 @@ class ResponseReply(PartsReply):
         self.items: list[dict[str, Any]] = []
         self._head = _head(id, model, body, chat, collector)
         self._num_top = (body.top_logprobs or 0) if body.wants_logprobs else None
-        self._logprobs: list[dict[str, Any]] = []  # of tokens whose text is not told yet
-        self._told: list[dict[str, Any]] = []  # of the message that is open
+        self._tokens = collector.content_tokens()
+        self._told: list[dict[str, Any]] = []  # log-probabilities of the message that is open
         self._number = 0
 
-    def see(self, delta: TextDelta) -> None:
-        """Keep the log-probabilities until the text of their tokens is told."""
-        if self._num_top is not None:
-            found = chat_logprobs(delta.logprobs, self._num_top, self.collector)
-            self._logprobs += found["content"] if found else []
+    def see(self, rows: list[TokenLogprobs] | None) -> None:
+        """See PartsReply."""
+        self._tokens.add(rows or ())
 
     def whole(self, output: CompletionOutput) -> dict[str, Any]:
         """See PartsReply."""
-        if self._num_top is not None and output.logprobs is not None:
-            rows = output.logprobs[self.num_reasoning_tokens :]
-            told = chat_logprobs(rows, self._num_top, self.collector)
-            message = next((item for item in self.items if item["type"] == "message"), None)
-            if message and told:
-                message["content"][0]["logprobs"] = told["content"]
         return self._response()
 
     def opening(self) -> Iterator[bytes]:
@@ -69,17 +62,22 @@ class ResponseReply(PartsReply):
         yield self._added(item)
         yield self._of_item("content_part.added", content_index=0, part=_part(kind, "", []))
 
-    def text(self, kind: Text, text: str) -> Iterator[bytes]:
+    def text(self, part: ReasoningText | ContentText) -> Iterator[bytes]:
         """See PartsReply."""
-        new, self._logprobs = self._logprobs, []
-        if kind is ReasoningText:
-            yield self._of_item("reasoning_text.delta", content_index=0, delta=text)
+        if isinstance(part, ReasoningText):
+            yield self._of_item("reasoning_text.delta", content_index=0, delta=part.text)
             return
+        yield self._text_delta(part.text, self._tokens.feed([part]))
+
+    def _text_delta(self, text: str, tokens: list[TokenText]) -> bytes:
+        new = [] if self._num_top is None else chat_logprobs(tokens, self._num_top, self.collector)
         self._told += new
-        yield self._of_item("output_text.delta", content_index=0, delta=text, logprobs=new)
+        return self._of_item("output_text.delta", content_index=0, delta=text, logprobs=new)
 
     def finish(self, kind: Text, text: str) -> Iterator[bytes]:
         """See PartsReply."""
+        if kind is ContentText and (rest := self._tokens.close()):  # the text ends inside a token
+            yield self._text_delta("", rest)
         told, self._told = self._told, []
         part = _part(kind, text, told)
         if kind is ReasoningText:
@@ -92,7 +90,6 @@ class ResponseReply(PartsReply):
 
     def call(self, call: ToolCall) -> Iterator[bytes]:
         """See PartsReply."""
-        self._logprobs = []
         item = {"id": f"fc_{self._item_id}", "type": "function_call", "call_id": call.id, "name": call.name}
         yield self._added({**item, "arguments": ""})
         yield self._of_item("function_call_arguments.delta", delta=call.arguments)

@@ -10,7 +10,7 @@ from qrt.serve.http.responses import EventReply
 from qrt.serve.routes.protocol import ChatCompletionRequest
 from qrt.text.answer import ContentText, Part, ReasoningText
 from qrt.text.collector import RequestCollector
-from qrt.text.output import CompletionOutput, TextDelta
+from qrt.text.output import CompletionOutput, TextDelta, TokenLogprobs
 from qrt.text.tool_calls import ToolCall
 
 Text = type[ReasoningText] | type[ContentText]
@@ -41,7 +41,8 @@ class PartsReply(EventReply):
     def body(self) -> dict[str, Any]:
         """Return the whole reply."""
         (output,) = self.collector.output().outputs
-        for part in self.collector.answer.split(output.text):
+        self.see(output.logprobs)
+        for part in self.collector.answer.pieces(output.text):
             for _ in self._add(part):
                 pass
         self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
@@ -58,7 +59,7 @@ class PartsReply(EventReply):
         if delta.finish_reason:
             parts = parts + self._stream.finish()
             self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
-        self.see(delta)
+        self.see(delta.logprobs)
         for part in parts:
             yield from self._add(part)
 
@@ -94,7 +95,7 @@ class PartsReply(EventReply):
             self._kind = type(part)
             yield from self.begin(self._kind)
         self._texts.append(part.text)
-        yield from self.text(self._kind, part.text)
+        yield from self.text(part)
 
     def _close(self) -> Iterator[bytes]:
         """End the text that is open."""
@@ -103,8 +104,8 @@ class PartsReply(EventReply):
             self._kind, self._texts = None, []
             yield from self.finish(kind, text)
 
-    def see(self, delta: TextDelta) -> None:
-        """Look at a delta of a stream before its parts are told."""
+    def see(self, rows: list[TokenLogprobs] | None) -> None:
+        """Look at the log-probabilities of tokens before their parts are told."""
 
     @abstractmethod
     def whole(self, output: CompletionOutput) -> dict[str, Any]:
@@ -119,7 +120,7 @@ class PartsReply(EventReply):
         """Return the events of a text that begins."""
 
     @abstractmethod
-    def text(self, kind: Text, text: str) -> Iterable[bytes]:
+    def text(self, part: ReasoningText | ContentText) -> Iterable[bytes]:
         """Return the events of some more text."""
 
     @abstractmethod
