@@ -32,8 +32,7 @@ def listed_prompts(prompts: Prompt | Sequence[Prompt] | None) -> Sequence[Prompt
     """Return the prompts as a list, also if it is a single prompt; token ids may be arrays or tensors."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
-    if hasattr(prompts, "tolist"):
-        prompts = prompts.tolist()
+    prompts = plain(prompts)
     if isinstance(prompts, bytes) or not isinstance(prompts, Sequence):
         got = type(prompts).__name__
         raise ConfigError(f"prompts: expected text, token ids or a dictionary, or a list of them, got {got}")

@@ -156,7 +156,7 @@ def _with_joined_turns(messages: Messages) -> Messages:
     """Join neighbours of one role; results of tools stay apart."""
     changed: Messages = []
     for message in messages:
-        last = changed[-1] if changed else {"role": None}
+        last: dict[str, Any] = changed[-1] if changed else {"role": None}
         if message["role"] == "tool" or message["role"] != last["role"]:
             changed.append(message)
             continue

@@ -38,7 +38,9 @@ class Reply(EventReply):
         self._by_id = body.return_tokens_as_token_ids
         options = body.stream_options
         self._usage_at_end = options is not None and options.include_usage
-        self._usage_in_chunks = self._usage_at_end and options.continuous_usage_stats
+        self._usage_in_chunks = (
+            options is not None and options.include_usage and options.continuous_usage_stats
+        )
         self._opened: set[int] = set()  # collectors whose choices have begun
         # a stream's counts so far, so that a chunk's usage need not look through all choices
         self._num_prompt = sum(len(collector.prompt_ids) for collector in collectors)
