@@ -6,18 +6,20 @@ import json
 import re
 
 import llguidance
-from llguidance.gbnf_to_lark import any_to_lark
 
 from qrt.errors import ConfigError
-from qrt.grammar.schema import prepared
+from qrt.grammar.ebnf import is_ebnf, lark_of
+from qrt.grammar.marks import plain_rules, quoted
+from qrt.grammar.schema import inner, prepared
 from qrt.grammar.spec import Grammar
 from qrt.grammar.vocabulary import Vocabulary
 
 STACK = 256 * 2**20  # bytes of a compiling thread's stack: the library recurses over references and rules
 # Items of a step and of a row, and states of a lexer (0.4 KB each). 640 schemas of JSONSchemaBench need up to
-# 2,500 and 670 items; ambiguous rules meet one of these limits, or that of slow steps (`matcher`).
+# 2,500 and 670 items, and an object of 1,000 optional properties (`schema`) 20,000 and 4,000; ambiguous rules
+# meet one of these limits, or that of slow steps (`matcher`).
 LIMITS = llguidance.LLParserLimits(
-    step_max_items=4000, max_items_in_row=750, max_lexer_states=50_000, verbose_errors=False
+    step_max_items=40_000, max_items_in_row=5000, max_lexer_states=50_000, verbose_errors=False
 )
 
 
@@ -30,20 +32,8 @@ def source(grammar: Grammar) -> str:
         return llguidance.LLMatcher.grammar_from_regex(grammar.text)
     if grammar.kind == "choice":
         texts = dict.fromkeys(json.loads(grammar.text))
-        return "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
-    return lark(grammar.text)
-
-
-def lark(text: str) -> str:
-    """Return rules in Lark's notation: EBNF (`root ::= ...`) is converted."""
-    try:
-        return str(any_to_lark(text))
-    except Exception as error:  # the converter raises bare Exceptions, and RecursionError
-        reason = str(error).partition("\n")[0]
-        raise ConfigError(
-            f"structured_outputs.grammar: expected Lark with a `start` rule or EBNF with a `root` rule, got "
-            f"{text!r:.80} ({reason:.200})"
-        ) from error
+        return "start: " + " | ".join(map(quoted, texts))
+    return lark_of(grammar.text) if is_ebnf(grammar.text) else grammar.text
 
 
 def parser_of(grammar: Grammar, vocabulary: Vocabulary) -> llguidance.LLMatcher:
@@ -52,7 +42,10 @@ def parser_of(grammar: Grammar, vocabulary: Vocabulary) -> llguidance.LLMatcher:
     A thread with a stack of `STACK` bytes calls it. A hostile grammar may end the process: `check.Checker`
     tries it in another one first.
     """
-    parser = llguidance.LLMatcher(vocabulary.library, source(grammar), log_level=0, limits=LIMITS)
+    rules = source(grammar)
+    if grammar.kind == "lark":
+        rules = plain_rules(rules, vocabulary.marks, inner)
+    parser = llguidance.LLMatcher(vocabulary.library, rules, log_level=0, limits=LIMITS)
     if parser.is_error():
         raise ConfigError(_refusal(grammar.field, parser.get_error()))
     if parser.is_stopped():

@@ -21,7 +21,7 @@ import numpy as np
 from qrt.errors import ConfigError
 from qrt.grammar.compiled import deep_threads
 from qrt.grammar.matcher import Root
-from qrt.grammar.parser import lark, parser_of
+from qrt.grammar.parser import parser_of, source
 from qrt.grammar.spec import Grammar
 from qrt.grammar.vocabulary import Vocabulary
 
@@ -141,7 +141,7 @@ def _tried(grammar: Grammar, vocabulary: Vocabulary, thread: ThreadPoolExecutor)
 def _compiled(grammar: Grammar, vocabulary: Vocabulary) -> str:
     """Compile a grammar and look for its first tokens; return its text, EBNF in Lark's notation."""
     if grammar.kind == "lark":
-        grammar = replace(grammar, text=lark(grammar.text))
+        grammar = replace(grammar, text=source(grammar))
     matcher = Root(parser_of(grammar, vocabulary), vocabulary).matcher()
     matcher.fill(np.empty(vocabulary.words, np.int32))
     if matcher.error is not None:

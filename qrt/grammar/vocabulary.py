@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qrt.errors import UnsupportedError
+from qrt.grammar.marks import is_mark
 
 _SENTENCE_PIECE = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}  # its decoders
 _making = Lock()
@@ -22,7 +23,7 @@ _making = Lock()
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The tokens of a model as grammars see them. A special token counts by its id, never as text.
+    """The tokens of a model as grammars see them. A mark (`marks.is_mark`) counts by its id, never as text.
 
     tokenizer   the model's tokenizer.json
     width       how many logits the model has; ids without a token are never allowed
@@ -66,8 +67,13 @@ class Vocabulary:
         """
         return self._made[0]
 
+    @property
+    def marks(self) -> dict[str, int]:
+        """Return the ids of the marks by their text: the tokens that rules name, ends included."""
+        return self._made[2]
+
     @cached_property
-    def _made(self) -> tuple[llguidance.LLTokenizer, NDArray[np.int32]]:
+    def _made(self) -> tuple[llguidance.LLTokenizer, NDArray[np.int32], dict[str, int]]:
         with _making:
             if "_made" in self.__dict__:  # another thread was first
                 return self._made
@@ -80,9 +86,14 @@ class Vocabulary:
             known = np.zeros(32 * self.words, dtype=np.uint8)
             known[[each for each in ids if each < self.width]] = 1
             most = max(self.width, *(each + 1 for each in ids))
-            text = json.dumps(_adapted(state, ids, self.ends))
+            marks = {end: ids[end] for end in self.ends if end in ids}
+            marks |= {
+                t["id"]: t["content"] for t in state["added_tokens"] if is_mark(t["content"], t["special"])
+            }
+            text = json.dumps(_adapted(state, ids, marks))
             made = llguidance.LLTokenizer(text, n_vocab=most, eos_token=list(self.ends))
-            return made, np.packbits(known, bitorder="little").view("<i4").astype(np.int32)
+            words = np.packbits(known, bitorder="little").view("<i4").astype(np.int32)
+            return made, words, {name: token_id for token_id, name in marks.items() if token_id < self.width}
 
 
 def _ids(state: dict[str, Any]) -> dict[int, str]:
@@ -96,11 +107,13 @@ def _turned(vocab: dict[str, int]) -> Iterator[tuple[int, str]]:
     return ((token_id, token) for token, token_id in vocab.items())
 
 
-def _adapted(state: dict[str, Any], ids: dict[int, str], ends: Sequence[int]) -> dict[str, Any]:
+def _adapted(state: dict[str, Any], ids: dict[int, str], marks: Collection[int]) -> dict[str, Any]:
     """Return a tokenizer.json that the library reads right.
 
     The library tells from the decoder how tokens are written as bytes, and fails at an id without a token.
-    Text that a grammar forces stands inside an answer: no space is put in front of it.
+    Text that a grammar forces stands inside an answer: no space is put in front of it, and its tokens are
+    those of the very same bytes. So no normalizer changes it, no token swallows spaces around it, and the
+    marks have names that it does not spell.
     """
     kinds = {part["type"] for part in _parts(state["decoder"])}
     if "ByteLevel" in kinds:
@@ -119,18 +132,37 @@ def _adapted(state: dict[str, Any], ids: dict[int, str], ends: Sequence[int]) ->
     for part in _parts(state["pre_tokenizer"]):
         if "add_prefix_space" in part:
             part["add_prefix_space"] = False
+    kept = [part for part in _parts(state["normalizer"]) if part.get("content") == "▁"]
+    state["normalizer"] = {"type": "Sequence", "normalizers": kept} if kept else None
+    _rename(state, ids, marks)
     for token_id in range(max(ids)):
         if token_id not in ids:
             _fill_gap(state["model"]["vocab"], token_id)
-    added = {token["id"]: token for token in state["added_tokens"]}
-    for end in set(ends) & ids.keys():
-        if end not in added:
-            plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-            state["added_tokens"].append(plain | {"id": end, "content": ids[end], "special": True})
-        else:
-            added[end]["special"] = True
-    state["added_tokens"].sort(key=lambda token: token["id"])
     return state | {"truncation": None, "padding": None, "post_processor": None}
+
+
+def _rename(state: dict[str, Any], ids: dict[int, str], marks: Collection[int]) -> None:
+    """Give the marks names that no text has, and let all added tokens be found as they are."""
+    model, plain = state["model"], dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    text = [token | plain for token in state["added_tokens"] if token["id"] not in marks]
+    special = [plain | {"id": mark, "content": _hidden(mark), "special": True} for mark in marks]
+    state["added_tokens"] = sorted(text + special, key=lambda token: token["id"])
+    vocab, names = model["vocab"], {ids[mark] for mark in marks}
+    for mark in marks:
+        if not isinstance(vocab, dict):
+            if mark < len(vocab):
+                vocab[mark] = [_hidden(mark), vocab[mark][1]]
+        elif vocab.pop(ids[mark], None) is not None:
+            vocab[_hidden(mark)] = mark
+    if "merges" in model:
+        pairs = ((m, m.split(" ", 1) if isinstance(m, str) else m) for m in model["merges"])
+        model["merges"] = [m for m, (a, b) in pairs if not (a in names or b in names or a + b in names)]
+    if model.get("unk_token") in names:
+        model["unk_token"] = next(_hidden(mark) for mark in marks if ids[mark] == model["unk_token"])
+
+
+def _hidden(mark: int) -> str:
+    return f"\uffff{mark}"  # no character
 
 
 def _fill_gap(vocab: Any, token_id: int) -> None:

@@ -20,6 +20,11 @@ class Shapes:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
 
+    @cached_property
+    def marks(self) -> dict[str, int]:
+        """The ids of the tokens that are no text in a grammar, by their text; those that have a logit."""
+        return {name: mark for name, mark in self._tokenizer.marks.items() if mark < self._vocab_size}
+
     def checked(self, params: SamplingParams, place: str = "") -> SamplingParams:
         """Return parameters with the shape that the engine takes; ConfigError for what cannot be enforced.
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from qrt.errors import CheckpointError, ConfigError
+from qrt.grammar.marks import is_mark
 from qrt.location import tokenizer_folder
 from qrt.text.chat_template import ChatTemplate
 from qrt.text.loading import load, load_transformers
@@ -70,6 +71,12 @@ class Tokenizer:
         """Return the ids that `decode` skips, by the text of their token."""
         added = self._backend.get_added_tokens_decoder()
         return {added[token_id].content: token_id for token_id in sorted(self.special_ids)}
+
+    @cached_property
+    def marks(self) -> dict[str, int]:
+        """Return the ids of the added tokens that count as no text in a grammar, by their text."""
+        added = sorted(self._backend.get_added_tokens_decoder().items())
+        return {token.content: number for number, token in added if is_mark(token.content, token.special)}
 
     def shown(self, token_ids: Iterable[int]) -> Iterator[int]:
         """Yield the ids that `decode` does not skip; ConfigError for what cannot be a token id."""

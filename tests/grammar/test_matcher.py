@@ -5,12 +5,15 @@ import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import llguidance
 import pytest
 
 from grammar_walks import TINY, accepts, allowed, matcher_of, vocabulary
 from qrt.errors import ConfigError
 from qrt.grammar.check import Checker
 from qrt.grammar.compiled import Grammars
+from qrt.grammar.matcher import Root
+from qrt.grammar.parser import parser_of
 from qrt.grammar.spec import Grammar, check_bounds
 from qrt.request.structured_outputs import StructuredOutputsParams
 
@@ -67,7 +70,10 @@ def test_an_error_allows_nothing_and_stays():
 def test_a_spent_limit_is_an_error_and_no_end(monkeypatch):
     """The library's limit of items, which no machine's speed changes."""
     monkeypatch.setattr("qrt.grammar.matcher.MOST_SLOW_S", math.inf)
-    matcher = matcher_of(Grammar("lark", 'start: s\ns: s s | "a"'))
+    limits = llguidance.LLParserLimits(step_max_items=4000, max_items_in_row=750, verbose_errors=False)
+    monkeypatch.setattr("qrt.grammar.parser.LIMITS", limits)
+    parser = parser_of(Grammar("lark", 'start: s\ns: s s | "a"'), vocabulary())
+    matcher = Root(parser, vocabulary()).matcher()
     (a,) = TINY.encode("a", add_special_tokens=False)
     for _ in range(500):
         if not (matcher.accept(a) and allowed(matcher)):

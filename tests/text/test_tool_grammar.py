@@ -160,6 +160,27 @@ def test_only_marks_are_special_tokens():
     assert "<[7]>" in rules and "</tool_call>" not in rules and "<[8]>" not in rules and "<[9]>" not in rules
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_tools_that_declare_no_arguments_get_none(name):
+    """However a request says so; each is called once, as a second call says nothing new."""
+    bare = (
+        None,
+        {},
+        {"type": "object"},
+        {"type": "object", "properties": {}},
+        {"properties": {}, "required": []},
+    )
+    for parameters in (
+        *bare,
+        {"type": "object", "properties": {}, "additionalProperties": False, "title": "x"},
+    ):
+        function = Callee.of("tools.0.function", "now", parameters, exact=True)
+        text = walk(grammar_of(name, Calls([function])), 0)
+        assert [(call.name, call.arguments) for call in read(name, text)[1]] == [("now", "{}")]
+    free = Callee.of("tools.0.function", "now", {"additionalProperties": True}, exact=True)
+    assert free.schema["additionalProperties"] is True and not free.bare
+
+
 def test_mistrals_newer_tokenizers_write_no_list():
     special = {**SPECIAL, "[TOOL_CALLS]": SPECIAL["<|system|>"], "[ARGS]": SPECIAL["<|user|>"]}
     for parallel in (True, False):

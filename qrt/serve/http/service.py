@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property
@@ -120,6 +120,11 @@ class Service:
             return params
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._shape_threads, self._shapes.checked, params, place)
+
+    @property
+    def marks(self) -> Mapping[str, int]:
+        """The ids of the tokens that are no text in a grammar, by their text."""
+        return self._shapes.marks
 
     @cached_property
     def _shapes(self) -> Shapes:

@@ -159,7 +159,7 @@ async def chat_collectors(
     format = AnswerFormat(calls.format(service.tool_format), calls.names, reasoning, body.separates_reasoning)
     channels = format.tools is None and calls.strict and reasoning is not None and reasoning.opens
     if format.tools or channels:
-        params = calls.shaped(params, format.tools, service.tokenizer.special_names)
+        params = calls.shaped(params, format.tools, service.marks)
     if format.has_hidden_marks(service.tokenizer):
         params = replace(params, skip_special_tokens=False)
     params = await service.with_checked_shape(params, body.shape_place or "tools")

@@ -9,7 +9,8 @@ import re
 from collections.abc import Mapping
 
 from qrt.errors import UnsupportedError
-from qrt.text.tool_calls.grammar import Calls, RuleMarks, answer_rules, arguments, plain_name, quoted
+from qrt.grammar.marks import quoted
+from qrt.text.tool_calls.grammar import Calls, RuleMarks, answer_rules, arguments, plain_name
 
 MARKS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>")
 ENDS = ("<|call|>", "<|return|>")  # end the whole answer

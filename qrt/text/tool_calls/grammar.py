@@ -13,6 +13,7 @@ from keyword import iskeyword
 from typing import Any
 
 from qrt.errors import ConfigError, UnsupportedError
+from qrt.grammar.marks import quoted
 from qrt.grammar.schema import check_schema, prepared
 from qrt.grammar.spec import SPACES, Grammar
 from qrt.request.structured_outputs import StructuredOutputsParams
@@ -22,6 +23,10 @@ from qrt.text.tool_calls.stream import MAX_CALLS
 ARGUMENTS = "[ARGS]"  # a special token of Mistral's newer tokenizers, whose models write no list
 IN_HEADER = re.compile(r"[\w.-]+")
 IN_PYTHON = re.compile(r"[A-Za-z_]\w*", re.ASCII)
+DECLARING = (
+    "$ref", "additionalProperties", "allOf", "anyOf", "const", "enum", "if", "minProperties", "not", "oneOf",
+    "patternProperties", "properties", "propertyNames", "required",
+)  # fmt: skip
 COMPOSED = ("$ref", "allOf", "anyOf", "oneOf", "patternProperties")
 OF_REFERENCES = ("$defs", "definitions")
 
@@ -40,12 +45,23 @@ class Callee:
     schema: Mapping[str, Any]
     exact: bool
 
+    @property
+    def bare(self) -> bool:
+        """Whether its calls have no arguments."""
+        return (
+            self.exact
+            and self.schema.get("additionalProperties") is False
+            and not self.schema.get("properties")
+        )
+
     @classmethod
     def of(cls, place: str, name: str, parameters: Mapping[str, Any] | None, *, exact: bool) -> Callee:
-        """Make it of a tool; without parameters it takes none. ConfigError for a schema out of bounds."""
-        schema = dict(parameters or {"additionalProperties": False})
+        """Make it of a tool; one that declares no arguments takes none. ConfigError if out of bounds."""
+        schema = dict(parameters or {})
         if schema.setdefault("type", "object") != "object":
             raise ConfigError(f"{place}.parameters.type: expected object, got {schema['type']!r:.50}")
+        if not any(schema.get(keyword) not in (None, {}, []) for keyword in DECLARING):
+            schema = {**schema, "properties": {}, "additionalProperties": False}
         check_schema(f"{place}.parameters", json.dumps(schema))
         return cls(place, name, schema, exact)
 
@@ -100,16 +116,12 @@ class RuleMarks:
         found = (
             f"<[{self._special[part]}]>" if part in self._special else quoted(part)
             for part in self._names.split(text)
+            if part
         )
-        return " ".join(filter(None, found))
+        return " ".join(found)
 
     def __contains__(self, text: str) -> bool:
         return text in self._special
-
-
-def quoted(text: str) -> str:
-    """Write text in a rule; in a request's own text nothing is a mark."""
-    return json.dumps(text, ensure_ascii=False) if text else ""
 
 
 def calls_grammar(format: ToolFormat, calls: Calls, special: Mapping[str, int]) -> str:
@@ -131,10 +143,10 @@ def calls_grammar(format: ToolFormat, calls: Calls, special: Mapping[str, int]) 
 def _start(notation: _Notation, calls: Calls, marks: RuleMarks) -> list[str]:
     """Return the rules around `call`."""
     inner, outer = notation.between, notation.blocks
-    more = _repeated(marks(inner) + " call") if calls.parallel and inner is not None else ""
+    more = _repeated(marks(inner) + " call", calls) if inner is not None else ""
     block = f"{marks(notation.begin)} call {more} {marks(notation.end)}"
     marked = f"{marks(notation.marker)} block"
-    several = _repeated(f"{marks(outer)} {marked}") if calls.parallel and outer is not None else ""
+    several = _repeated(f"{marks(outer)} {marked}", calls) if outer is not None else ""
     rules = [f"block: {block}", f"calls: {marked} {several}"]
     if calls.forced:
         return ["start: calls", *rules]
@@ -150,8 +162,11 @@ def _start(notation: _Notation, calls: Calls, marks: RuleMarks) -> list[str]:
     return ["start: calls | TEXT" + (" | head calls" if notation.tag else ""), *rules]
 
 
-def _repeated(rule: str) -> str:
-    return f"({rule}){{0,{MAX_CALLS - 1}}}"
+def _repeated(rule: str, calls: Calls) -> str:
+    """Return the rule of further calls; without arguments, one of each function says all."""
+    bare = all(function.bare for function in calls.functions)
+    most = 0 if not calls.parallel else len(calls.functions) - 1 if bare else MAX_CALLS - 1
+    return f"({rule}){{0,{most}}}" if most else ""
 
 
 def _text(opening: str) -> str:

@@ -5,7 +5,7 @@ import pytest
 from servers import ThreadServer, bearer, refused
 
 from qrt import StructuredOutputsParams
-from qrt.grammar.parser import lark
+from qrt.grammar.ebnf import lark_of
 from qrt.serve.routes.protocol import CompletionRequest
 from qrt.serve.routes.shapes import READERS
 
@@ -114,7 +114,7 @@ def test_the_engine_gets_the_shape(served):
     client, got = served
     for name, value, expected in ASKED[::5]:
         if expected.grammar:
-            expected = StructuredOutputsParams(grammar=lark(expected.grammar))
+            expected = StructuredOutputsParams(grammar=lark_of(expected.grammar))
         for route, body in ROUTES:
             got.clear()
             assert client.post(route, json={**body, name: value, "n": 2}).status_code == 200
