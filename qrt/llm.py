@@ -27,7 +27,7 @@ from qrt.peer_fields import refuse_arguments
 from qrt.peers import has_no_effect, refuse_method, setting
 from qrt.registry import nearest
 from qrt.sampling_params import SamplingParams
-from qrt.text.collector import RequestCollector
+from qrt.text.collector import RequestCollector, outputs_of
 from qrt.text.output import RequestOutput
 from qrt.text.pooling.outputs import ScoringRequestOutput
 from qrt.text.prompt import Prompt, listed_prompts, plain_ids, split_prompts
@@ -122,6 +122,9 @@ class LLM(PoolingCalls):
         priority          one integer per prompt; the smallest runs first with that scheduling policy
         others            vLLM's arguments that qrt does not have
 
+        A completion whose own shape (`structured_outputs`) cannot be kept ends with finish_reason "error" and
+        says why in `error`; the others go on. ConfigError if no prompt has another end.
+
         Raises ConfigError for a prompt that does not fit, UnsupportedError for an argument of `others` that
         would change something, QrtError when a step fails.
         """
@@ -141,7 +144,8 @@ class LLM(PoolingCalls):
         return self._completed(collectors, use_tqdm)
 
     def _completed(self, collectors: Sequence[RequestCollector], use_tqdm: bool) -> list[RequestOutput]:
-        """Run the requests of all collectors and return their outputs."""
+        """Run the requests of all collectors and return their outputs; ConfigError if all are wrong."""
+        asked, collectors = collectors, [collector for collector in collectors if not collector.finished]
         by_id = {engine_id: collector for collector in collectors for engine_id in collector.engine_ids}
         with self._running(by_id):
             for collector in collectors:
@@ -169,7 +173,7 @@ class LLM(PoolingCalls):
                     if collector.finished:
                         bar.set_postfix_str(f"{_rate(tokens, bar)} output tokens/s", refresh=False)
                         bar.update()
-        return [collector.output() for collector in collectors]
+        return outputs_of(asked)
 
     def chat(
         self,
@@ -292,7 +296,7 @@ class LLM(PoolingCalls):
         """Step until the engine has no work left; QrtError when a step has failed."""
         while self.engine.has_work:
             for delta in self.engine.step():
-                if delta.error:
+                if delta.error and not delta.own:
                     raise QrtError(f"request {delta.request_id} failed in a step: {delta.error}")
                 yield delta
 
@@ -300,9 +304,15 @@ class LLM(PoolingCalls):
         self, text: str | None, ids: list[int], salt: str | None, params: SamplingParams, priority: int
     ) -> RequestCollector:
         self._reasoning.check(params)
-        params = self._shapes.checked(params)
-        name = str(next(self._ids))
-        return RequestCollector(name, text, ids, params, self.tokenizer, priority=priority, cache_salt=salt)
+        name, error = str(next(self._ids)), None
+        try:
+            params = self._shapes.checked(params)
+        except ConfigError as wrong:
+            error = str(wrong)
+        made = RequestCollector(name, text, ids, params, self.tokenizer, priority=priority, cache_salt=salt)
+        if error is not None:
+            made.refuse(error)
+        return made
 
     def _params(
         self, given: SamplingParams | Sequence[SamplingParams] | None, count: int

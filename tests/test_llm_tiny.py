@@ -406,3 +406,56 @@ def test_shapes_are_checked_before_the_engine(llm):
         assert str(error.value).startswith(message)
     with pytest.raises(ImportError, match="import StructuredOutputsParams"):
         from qrt import GuidedDecodingParams  # noqa: F401
+
+
+def shaped(shape, **more):
+    return SamplingParams(temperature=0, max_tokens=12, structured_outputs=shape, **more)
+
+
+OWN_ERRORS = {
+    "a schema": (shaped({"json": {"not": {}}}), "structured_outputs.json: expected a supported schema"),
+    "a number": (shaped({"json": {"const": 2**53 + 1}}), "in const, got 9007199254740993"),
+    "no end": (shaped({"json": {"$ref": "#"}}), "some finite value"),
+    "bad words": (shaped({"choice": ["yes"]}, bad_words=["yes"]), "no token as output 1"),
+    "in the middle": (shaped({"choice": ["I say yes"]}, bad_words=["say yes"]), "no token as output 4"),
+    "allowed": (shaped({"choice": ["yes"]}, allowed_token_ids=[9]), "no token as output 1"),
+    "stop tokens": (shaped({"choice": ["!!"]}, min_tokens=2, stop_token_ids=[5]), "no token as output 1"),
+}
+
+
+@pytest.mark.parametrize("name", OWN_ERRORS)
+def test_one_bad_shape_keeps_the_other_answers(name, llm, caplog):
+    bad, message = OWN_ERRORS[name]
+    good = shaped({"choice": ["red"]})
+    for _ in range(4):  # the server gives up after three failed steps in a row
+        first, wrong, last = llm.generate(["a", "b", "c"], [good, bad, good], use_tqdm=False)
+        assert first.outputs[0].text == last.outputs[0].text == "red" and first.outputs[0].error is None
+        assert wrong.finished and wrong.outputs[0].finish_reason == "error"
+        assert message in wrong.outputs[0].error and message in caplog.text
+    assert not llm.engine.failed_steps and not llm.engine.has_work
+    with pytest.raises(ConfigError, match=message):
+        llm.generate(["b"], bad, use_tqdm=False)
+    chat = {"use_tqdm": False, "chat_template": "{{ messages[0].content }}"}
+    conversations = [[{"role": "user", "content": text}] for text in ("a", "b")]
+    right, wrong = llm.chat(conversations, [good, bad], **chat)
+    assert right.outputs[0].text == "red" and wrong.outputs[0].finish_reason == "error"
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"choice": ["<|user|>"]}, {"json": {"const": "<|user|>"}}, {"regex": "<[|]user[|]>"},
+        {"grammar": 'root ::= "<|user|>"'},
+    ],
+)  # fmt: skip
+def test_a_shape_may_spell_a_special_token(shape, llm):
+    (output,) = llm.generate("x", shaped(shape), use_tqdm=False)
+    assert output.outputs[0].text.strip('"') == "<|user|>" and output.outputs[0].finish_reason == "stop"
+    assert not llm.tokenizer.special_ids & {*output.outputs[0].token_ids}
+
+
+def test_what_a_bias_makes_unlikely_is_still_drawn(llm):
+    """A bias bans nothing: the shape holds."""
+    bias = dict.fromkeys(llm.tokenizer.encode("yes", add_special_tokens=False), -100)
+    (output,) = llm.generate("x", shaped({"choice": ["yes"]}, logit_bias=bias), use_tqdm=False)
+    assert output.outputs[0].text == "yes"

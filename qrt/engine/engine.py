@@ -57,6 +57,7 @@ class Engine:
     pooling       how the model pools; None: it generates
     generation    the checkpoint's defaults
     scheduler     waiting and running requests, for counts
+    failed_steps  how many steps in a row have failed; a request that ends by its own error fails none
     """
 
     def __init__(
@@ -110,6 +111,7 @@ class Engine:
             config.seed,
             conservative=config.admission == "conservative",
         )
+        self.failed_steps = 0
         self._launched: deque[tuple[Plan, Launched]] = deque()
         self._constraints.clear()
 
@@ -235,7 +237,7 @@ class Engine:
         idle = not self.scheduler.has_work and not self._launched
         failed = self._constraints.start_ready(idle=idle)
         return [
-            StepDelta(request_id, finish_reason=FinishReason.ABORT, error=error)
+            StepDelta(request_id, finish_reason=FinishReason.ABORT, error=error, own=True)
             for request_id, error in failed.items()
         ]
 
@@ -292,6 +294,7 @@ class Engine:
             result = launched.result()
         except Exception as error:
             return self._give_up(plan, error)
+        self.failed_steps = 0
         verdicts = self._constraints.take(plan, result.tokens, self.scheduler.length)
         if verdicts:
             result = replace(result, verdicts=verdicts)
@@ -299,6 +302,7 @@ class Engine:
 
     def _give_up(self, plan: Plan, error: Exception) -> list[StepDelta]:
         logger.error("a step failed; its %d requests are given up", len(plan.works), exc_info=error)
+        self.failed_steps += 1
         deltas = self.scheduler.fail(f"{type(error).__name__}: {error}".splitlines()[0])
         return [self._ended(delta) for delta in deltas]
 

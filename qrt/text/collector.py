@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,9 +28,12 @@ from qrt.text.output import (
 from qrt.text.parts import ContentText
 from qrt.text.tokenizer import Tokenizer
 
+logger = logging.getLogger(__name__)
+
 # Tokens that are decoded at once when the text is only read at the end. With stop strings it is done more
 # often, because tokens after a stop string are computed for nothing.
 TOKENS_AT_ONCE, TOKENS_WITH_STOPS = 64, 4
+FAILED = "error"  # the finish_reason of a completion whose own shape leaves it no answer
 
 
 @dataclass
@@ -43,6 +47,7 @@ class _Completion:
     cumulative_logprob: float = 0.0
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    error: str | None = None
 
 
 class RequestCollector:
@@ -142,6 +147,17 @@ class RequestCollector:
         """Whether all completions have ended."""
         return all(completion.finish_reason for completion in self._completions)
 
+    @property
+    def error(self) -> str | None:
+        """What is wrong with the first completion, if all of them have ended by their own errors."""
+        errors = [completion.error for completion in self._completions]
+        return errors[0] if all(errors) else None
+
+    def refuse(self, error: str) -> None:
+        """End all completions before they begin, with an error of their shape."""
+        for engine_id in self.engine_ids:
+            self.feed(StepDelta(engine_id, finish_reason=FinishReason.ABORT, error=error, own=True))
+
     def gather(self, delta: StepDelta) -> StepDelta | None:
         """Store a delta; return all stored deltas, merged, when there are enough or the request ends.
 
@@ -180,6 +196,8 @@ class RequestCollector:
             completion.finish_reason, completion.stop_reason = FinishReason.STOP.value, stop_string
         elif delta.finish_reason:
             completion.finish_reason, completion.stop_reason = delta.finish_reason.value, delta.stop_reason
+        if delta.error is not None:
+            completion.finish_reason, completion.error = FAILED, delta.error
         self._note_time(delta)
         abort = completion.finish_reason is not None and delta.finish_reason is None
         return TextDelta(index, text, new, logprobs, completion.finish_reason, completion.stop_reason, abort)
@@ -225,6 +243,7 @@ class RequestCollector:
             list(completion.logprobs) if wanted else None,
             completion.finish_reason,
             completion.stop_reason,
+            completion.error,
         )
 
     def _add_tokens(
@@ -283,6 +302,17 @@ class RequestCollector:
         tokens.add([own, *(row for row in self.prompt_logprobs if row is not None)])
         text = self.prompt or ""
         return tokens.feed([ContentText(text, tokens.num_chars)]) + tokens.finish()
+
+
+def outputs_of(collectors: Sequence[RequestCollector]) -> list[RequestOutput]:
+    """Return the outputs; log the errors of prompts, and raise ConfigError if all of them have one."""
+    errors = [collector.error for collector in collectors]
+    if errors and all(errors):
+        raise ConfigError(str(errors[0]))
+    for collector, error in zip(collectors, errors, strict=True):
+        if error:
+            logger.error("prompt %s ends with an error: %s", collector.request_id, error)
+    return [collector.output() for collector in collectors]
 
 
 def encode_bad_words(

@@ -27,8 +27,10 @@ TokenLogprobs = dict[int, Logprob]  # by token id: first the token of the text, 
 class CompletionOutput:
     """One of the n completions of a prompt.
 
-    finish_reason   "stop", "length" or "abort"; None while it runs
+    finish_reason   "stop", "length" or "abort"; "error" where its own shape leaves it no answer; None while
+                    it runs
     stop_reason     the stop string or stop token id that ended it; None for end-of-text
+    error           with finish_reason "error": what is wrong with the shape
     """
 
     index: int
@@ -38,6 +40,7 @@ class CompletionOutput:
     logprobs: list[TokenLogprobs] | None
     finish_reason: str | None
     stop_reason: int | str | None
+    error: str | None = None
 
     def finished(self) -> bool:
         """Return whether it has ended, as in vLLM."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -39,6 +40,7 @@ class Rules:
     allowed      the only tokens that may be sampled; None: all
     appends      whether known tokens are appended at once; else each is drawn by a mask that allows it alone,
                  so that it gets a log-probability and counts for penalties
+    bad_words    lists of tokens of which none is sampled to its end
     """
 
     ends: Collection[int] = ()
@@ -46,12 +48,13 @@ class Rules:
     min_tokens: int = 0
     allowed: Collection[int] | None = None
     appends: bool = True
+    bad_words: Sequence[Sequence[int]] = ()
 
 
 class Constraint:
     """Follows the tokens of one request. One thread at a time may call it.
 
-    error   why the request cannot go on
+    error   why the request cannot go on: its shape and rules leave it no answer
     """
 
     def __init__(
@@ -67,6 +70,8 @@ class Constraint:
         self._tail: tuple[int, ...] = ()  # the last tokens of thinking
         self._drafted = 0  # tokens of `start` that the grammar has taken too
         self._count = 0  # output tokens
+        longest = max(map(len, rules.bad_words), default=1)
+        self._last: deque[int] = deque(maxlen=longest - 1)  # output tokens, as far as bad words reach
         self.error: str | None = None
         if thinking is not None and (thinking.inside or thinking.start):
             self._phase = Phase.THINKING if thinking.inside else Phase.START
@@ -101,7 +106,8 @@ class Constraint:
         matcher = self._matcher
         if matcher is None or self._phase is not Phase.ANSWER or not matcher.fits:
             return None
-        return matcher if self._allowed is None and not self._more_ends(matcher) else None
+        others = self._allowed is not None or self._rules.bad_words or self._more_ends(matcher)
+        return None if others else matcher
 
     def _more_ends(self, matcher: Matcher) -> bool:
         """Return whether rules about the end change the grammar's mask."""
@@ -114,8 +120,8 @@ class Constraint:
         """
         if accepted:
             assert self._matcher is not None
-            self._count += 1
-            self.error = self._matcher.error if self._matcher.failed else None
+            self._note(token)
+            self.error = own_error(self._matcher.error) if self._matcher.failed else None
         else:
             self._step(token)
         then: list[int] = []
@@ -138,8 +144,12 @@ class Constraint:
             return ()
         return self._matcher.forced()
 
-    def _step(self, token: int) -> None:
+    def _note(self, token: int) -> None:
         self._count += 1
+        self._last.append(token)
+
+    def _step(self, token: int) -> None:
+        self._note(token)
         match self._phase:
             case _ if self.error is not None:
                 pass
@@ -176,7 +186,7 @@ class Constraint:
         elif matcher is None or drafts:
             self._phase = Phase.ANSWER
         else:
-            self.error = f"token {token} begins neither thinking nor an answer in the requested shape"
+            self.error = own_error(f"token {token} begins neither thinking nor an answer in it")
 
     def _think(self, token: int) -> None:
         assert self._marks is not None
@@ -191,7 +201,7 @@ class Constraint:
         if matcher is None or token in self._rules.ends:
             return  # the scheduler ends it
         if not matcher.accept(token):
-            self.error = matcher.error or f"token {token} is not in the requested shape"
+            self.error = own_error(matcher.error or f"token {token} is not in it")
 
     def fill(self, row: Row) -> None:
         """Write the tokens that may be sampled next into row int32 [W], a bit each; or set `error`."""
@@ -199,20 +209,31 @@ class Constraint:
             row[:] = -1
             if self._matcher is not None:
                 row &= ~self._ends  # an answer follows
-            return
-        if self._phase is Phase.CLOSING:
+        elif self._phase is Phase.CLOSING:
             assert self._marks is not None
             row[:] = bits_of((self._marks.closing[self._seen],), len(row))
-            return
-        if self._matcher is None:
+        elif self._matcher is None:
             row[:] = -1
         else:
             self._fill_answer(row, self._matcher)
         if self._phase is Phase.START:
             assert self._marks is not None
             row |= bits_of((self._marks.start[self._seen],), len(row))
+        if self._rules.bad_words:
+            row &= ~bits_of(self._banned(), len(row))
         if self.error is None and not row.any():
-            self.error = "no token is left: the requested shape and the other rules exclude each other"
+            self.error = (
+                "structured_outputs: expected a shape that the request's other rules allow, got one that "
+                f"leaves no token as output {self._count + 1}; change bad_words, allowed_token_ids, "
+                "min_tokens or the shape"
+            )
+
+    def _banned(self) -> Collection[int]:
+        """Return the last tokens of the bad words whose other tokens stand at the end of the output."""
+        last = tuple(self._last)
+        return {
+            word[-1] for word in self._rules.bad_words if last[len(last) - len(word) + 1 :] == (*word[:-1],)
+        }
 
     def _fill_answer(self, row: Row, matcher: Matcher) -> None:
         """Write what the grammar and the other rules allow."""
@@ -221,7 +242,7 @@ class Constraint:
             return
         matcher.fill(row)
         if matcher.error is not None:
-            self.error = matcher.error
+            self.error = own_error(matcher.error)
             return
         if matcher.may_end:
             row |= self._ends
@@ -237,6 +258,13 @@ def bits_of(tokens: Collection[int], width: int) -> Row:
     for token in tokens:
         row[token // 32] |= np.uint32(1 << token % 32)
     return row.view(np.int32)
+
+
+def own_error(reason: str | None) -> str:
+    """Say that a request's shape cannot be kept."""
+    return (
+        f"structured_outputs: expected a shape that the answer can keep, got an error: {reason}; simplify it"
+    )
 
 
 def _took(matcher: Matcher, token: int) -> bool:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from qrt.engine.constrain.constraint import GOES_ON, Constraint, Row, Rules
+from qrt.engine.constrain.constraint import GOES_ON, Constraint, Row, Rules, own_error
 from qrt.engine.constrain.fillers import ROW_S, Fillers, default_threads
 from qrt.engine.schedule.plan import Adjustment, Plan, Verdict
 from qrt.engine.schedule.request import ALL
@@ -158,9 +158,10 @@ class Constraints:
         if matcher is None and (thinking is None or thinking.budget is None):
             return
         ends = {*params.stop_token_ids, *(() if params.ignore_eos else self._eos)}
-        plain = params.logprobs is None and Adjustment.of(params, 0) is None
+        words = cast("tuple[tuple[int, ...], ...]", params.bad_words)  # the engine takes no text
+        plain = params.logprobs is None and Adjustment.of(params, 0) is None and not words
         stops = bool(ends.difference(self._eos))
-        rules = Rules(ends, stops, params.min_tokens, params.allowed_token_ids, appends=plain)
+        rules = Rules(ends, stops, params.min_tokens, params.allowed_token_ids, plain, words)
         self._masks[request_id] = _Mask(Constraint(self._width, rules, thinking, matcher))
 
     def remove(self, request_id: str) -> None:
@@ -242,13 +243,13 @@ class Constraints:
             if work is not None and not work.done():
                 late.append(i)
                 if time.monotonic() - mask.began > MASK_S:
-                    errors[i] = f"its grammar took longer than {MASK_S:.0f} s for one token"
+                    errors[i] = own_error(f"its grammar took longer than {MASK_S:.0f} s for one token")
                 continue
             mask.work = None
             error = None if work is None else work.exception()
-            failed = mask.constraint.error if error is None else error
+            failed = mask.constraint.error if error is None else own_error(str(error))
             if failed is not None:
-                errors[i] = str(failed)
+                errors[i] = failed
             else:
                 assert mask.row is not None
                 masks[len(rows)] = mask.row
@@ -279,7 +280,7 @@ class Constraints:
         for place, (i, mask, matcher) in enumerate(rows):
             mask.slow = slow
             if matcher.failed:
-                errors[i] = str(matcher.error)
+                errors[i] = own_error(matcher.error)
                 continue
             if place > len(good):
                 masks[len(good)] = masks[place]

@@ -21,6 +21,7 @@ class StepDelta(NamedTuple):
     num_cached      prompt tokens found in the prefix cache
     pooled          vectors, fp32 [n, D]: the prompt's one, or one for each token of a chunk
     error           why the engine gave the request up (finish_reason is ABORT)
+    own             whether that is the request's own doing: its shape and its rules leave it no answer
     is_whole        its grammar ended it (finish_reason is STOP): the last token belongs to the answer
     """
 
@@ -34,6 +35,7 @@ class StepDelta(NamedTuple):
     error: str | None = None
     pooled: Vectors | None = None
     is_whole: bool = False
+    own: bool = False
 
 
 def merge(deltas: Sequence[StepDelta]) -> StepDelta:

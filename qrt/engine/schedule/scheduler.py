@@ -253,17 +253,17 @@ class Scheduler:
         for request in self._planned.popleft():
             request.in_flight -= 1
             if self._requests.get(request.id) is request:
-                deltas.append(self._give_up(request, error))
+                deltas.append(self._give_up(request, error, own=False))
         return deltas
 
     def give_up(self, request_id: str, error: str) -> StepDelta:
-        """End a running request with `error`."""
+        """End a running request with `error`, which is its own doing."""
         return self._give_up(self._requests[request_id], error)
 
-    def _give_up(self, request: Request, error: str) -> StepDelta:
+    def _give_up(self, request: Request, error: str, *, own: bool = True) -> StepDelta:
         del self._requests[request.id]
         self._stop(request, keep=False)
-        return StepDelta(request.id, finish_reason=FinishReason.ABORT, error=error)
+        return StepDelta(request.id, finish_reason=FinishReason.ABORT, error=error, own=own)
 
     def _fault(self, request: Request, token: int, logprobs: Scores | None) -> str | None:
         return token_fault(token, len(request.output) + 1, logprobs)

@@ -129,7 +129,10 @@ class RequestStream:
         return self
 
     async def __anext__(self) -> tuple[int, TextDelta]:
-        """Return the next delta; EngineError when a step or the engine fails."""
+        """Return the next delta.
+
+        ConfigError where a request's own shape ends it, EngineError when a step or the engine fails.
+        """
         while self._running:
             if self._deltas:
                 request_id = next(iter(self._deltas))
@@ -141,6 +144,8 @@ class RequestStream:
 
     def _take(self, item: StepDelta) -> tuple[int, TextDelta]:
         request_id = item.request_id
+        if item.error and item.own:
+            raise ConfigError(item.error)
         if item.error:
             logger.error("request %s failed in a step: %s", request_id, item.error)
             raise EngineError("the request failed in a step; the server's log says why")

@@ -102,7 +102,6 @@ class Router:
         self._gone: set[str] = set()  # clients that have died; no name is used twice
         self._outputs: defaultdict[str, StepOutput] = defaultdict(lambda: StepOutput([], [], []))
         self._answers: list[tuple[str, FromEngine]] = []
-        self._failed_steps = 0
 
     def run(self, port: Port) -> None:
         """Run until the port closes; an exception of a step ends the loop."""
@@ -180,8 +179,7 @@ class Router:
         self.metrics.step(started, deltas)
         for delta in deltas:
             self._hand_over(delta)
-        self._failed_steps = self._failed_steps + 1 if any(delta.error for delta in deltas) else 0
-        if self._failed_steps >= FAILED_STEPS:
+        if self.engine.failed_steps >= FAILED_STEPS:
             raise RuntimeError(f"{FAILED_STEPS} steps in a row failed, the last one: {deltas[-1].error}")
 
     def _hand_over(self, delta: StepDelta) -> None:

@@ -192,9 +192,9 @@ def test_errors_in_a_thread_end_the_request(late, monkeypatch):
     engine.add("shaped", [1], replace(GREEDY, structured_outputs=shape(1, 9), min_tokens=2))
     engine.add("free", [1], GREEDY)
     deltas = run(engine)
-    assert deltas["shaped"][-1].error == (
-        "its grammar took longer than 0 s for one token" if late else "broken"
-    )
+    reason = "its grammar took longer than 0 s for one token" if late else "broken"
+    assert deltas["shaped"][-1].own and reason in deltas["shaped"][-1].error
+    assert not engine.failed_steps
     assert tokens(deltas["free"]) == expected([1], GREEDY)[0]
 
 
@@ -249,7 +249,7 @@ def test_rules_that_exclude_the_shape_end_the_request():
     engine.add("none left", [1], replace(GREEDY, structured_outputs=shape(1, 9), allowed_token_ids=allowed))
     engine.add("other", [1], replace(GREEDY, structured_outputs=shape(1, 9)))
     deltas = run(engine)
-    assert "no token is left" in deltas["none left"][-1].error
+    assert "leaves no token as output 1" in deltas["none left"][-1].error
     assert deltas["none left"][-1].finish_reason is FinishReason.ABORT
     assert tokens(deltas["other"]) == expected([1], replace(GREEDY, structured_outputs=shape(1, 9)))[0]
 

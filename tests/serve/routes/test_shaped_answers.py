@@ -116,3 +116,28 @@ def test_shapes_in_python():
     assert whole
     for text in whole:
         jsonschema.validate(json.loads(text), SCHEMA)
+
+
+OWN = [
+    {"structured_outputs": {"choice": ["yes"]}, "bad_words": ["yes"]},
+    {"structured_outputs": {"choice": ["yes"]}, "allowed_token_ids": [9]},
+    {"structured_outputs": {"choice": ["!!"]}, "min_tokens": 2, "stop_token_ids": [5]},
+    {"structured_outputs": {"json": {"const": 2**53 + 1}}},
+    {"structured_outputs": {"json": {"$ref": "#"}}},
+]
+
+
+@pytest.mark.parametrize("body", OWN, ids=json.dumps)
+def test_an_own_error_is_400_and_never_adds_up(client, body):
+    for path, prompt in (
+        ("/v1/completions", {"prompt": "x"}),
+        ("/v1/completions", {"prompt": ["x", "y"], "n": 2, "temperature": 1}),
+        ("/v1/completions", {"prompt": "x"}),
+    ):
+        answer = client.post(path, json={"max_tokens": 5, **prompt, **body})
+        assert answer.status_code == 400 and "structured_outputs" in answer.json()["error"]["message"], (
+            answer.text
+        )
+    with client.stream("POST", "/v1/completions", json={"prompt": "x", "stream": True, **body}) as stream:
+        assert "structured_outputs" in "".join(stream.iter_text())
+    assert client.post("/v1/completions", json={"prompt": "x", "max_tokens": 2}).status_code == 200
