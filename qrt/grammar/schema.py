@@ -10,6 +10,7 @@ from typing import Any
 from qrt.errors import ConfigError
 from qrt.grammar.instances import close_endless
 from qrt.grammar.keywords import drop_redundant, schemas, types_of
+from qrt.request.numbers import is_double
 
 MAX_DEPTH = 64
 MAX_PROPERTIES = 5_000
@@ -95,7 +96,7 @@ def _check_numbers(field: str, schema: dict[str, Any]) -> None:
                     raise ConfigError(
                         f"{field}: expected {keyword} within 2^63, got {number!s:.40}; leave it out"
                     )
-            elif not _is_double(number):
+            elif not is_double(number):
                 raise ConfigError(
                     f"{field}: expected numbers of at most 15 digits in {keyword}, got {number!s:.40}; "
                     "round it, or ask for a text"
@@ -111,14 +112,6 @@ def _numbers(value: Any) -> Iterator[int | Decimal]:
             waiting += [*each.values()] if isinstance(each, dict) else each
         elif isinstance(each, int | Decimal) and not isinstance(each, bool):
             yield each
-
-
-def _is_double(number: int | Decimal) -> bool:
-    """Return whether a double has just this value when it is written again."""
-    try:
-        return Decimal(repr(float(number))) == number
-    except OverflowError:
-        return False
 
 
 def _read(field: str, text: str, *, exact: bool = False) -> Any:

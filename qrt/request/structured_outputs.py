@@ -9,6 +9,7 @@ from typing import Any
 
 from qrt.checks import listed, yes_or_no
 from qrt.errors import ConfigError
+from qrt.request.numbers import json_text
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
 
@@ -84,7 +85,7 @@ def _schema_text(schema: Any) -> str:
         read = json.loads(schema) if isinstance(schema, str) else schema
         if not isinstance(read, (Mapping, bool)):
             raise TypeError(f"{type(read).__name__} is no object")
-        return schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False)
+        return schema if isinstance(schema, str) else json_text(schema)
     except (ValueError, TypeError, RecursionError) as error:
         raise ConfigError(
             f"structured_outputs.json: expected a JSON schema, an object, got {schema!r:.80} ({error})"

@@ -9,7 +9,7 @@ import msgspec
 # Unicode's line ends. JSON does not escape them, and some clients split events there.
 LINE_ENDS = {character.encode(): b"\\u%04x" % ord(character) for character in "\u0085\u2028\u2029"}
 
-encode = msgspec.json.Encoder().encode
+encode = msgspec.json.Encoder(enc_hook=float).encode  # of the request's numbers that are a WrittenFloat
 
 
 def event(data: Any, name: str | None = None) -> bytes:

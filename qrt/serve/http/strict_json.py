@@ -10,7 +10,10 @@ from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
+from qrt.request.numbers import read_float
 from qrt.serve.settings import MAX_JSON_DEPTH
+
+_BODY = msgspec.json.Decoder(float_hook=read_float)  # schemas keep numbers as they are written
 
 
 class StrictJsonRequest(Request):
@@ -19,7 +22,7 @@ class StrictJsonRequest(Request):
     async def json(self) -> Any:
         """Return the body; HTTPException 400 if it is no JSON or nested too deeply."""
         try:
-            value = msgspec.json.decode(await self.body())
+            value = _BODY.decode(await self.body())
         except (ValueError, RecursionError) as error:
             raise HTTPException(400, f"body: expected valid JSON ({str(error)[:100]})") from error
         if _depth(value) > MAX_JSON_DEPTH:

@@ -16,6 +16,7 @@ from qrt.errors import ConfigError, UnsupportedError
 from qrt.grammar.marks import quoted
 from qrt.grammar.schema import check_schema, prepared
 from qrt.grammar.spec import SPACES, Grammar
+from qrt.request.numbers import json_text
 from qrt.request.structured_outputs import StructuredOutputsParams
 from qrt.text.tool_calls.formats import FORMATS, LISTED, ToolFormat
 from qrt.text.tool_calls.stream import MAX_CALLS
@@ -62,7 +63,7 @@ class Callee:
             raise ConfigError(f"{place}.parameters.type: expected object, got {schema['type']!r:.50}")
         if not any(schema.get(keyword) not in (None, {}, []) for keyword in DECLARING):
             schema = {**schema, "properties": {}, "additionalProperties": False}
-        check_schema(f"{place}.parameters", json.dumps(schema))
+        check_schema(f"{place}.parameters", json_text(schema))
         return cls(place, name, schema, exact)
 
 

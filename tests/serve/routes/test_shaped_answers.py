@@ -141,3 +141,18 @@ def test_an_own_error_is_400_and_never_adds_up(client, body):
     with client.stream("POST", "/v1/completions", json={"prompt": "x", "stream": True, **body}) as stream:
         assert "structured_outputs" in "".join(stream.iter_text())
     assert client.post("/v1/completions", json={"prompt": "x", "max_tokens": 2}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "number", ["9007199254740993", "0.1234567890123456789", "12345678901234567.5", "1e400"]
+)
+def test_numbers_of_a_body_stay_as_they_are_written(client, number):
+    """A double does not hold them: the request is refused, and elsewhere the nearest double counts."""
+    for shape in (f'{{"const": {number}}}', f'{{"items": {{"enum": ["a", {number}]}}}}'):
+        body = f'{{"prompt": "x", "max_tokens": 9, "structured_outputs": {{"json": {shape}}}}}'
+        answer = client.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
+        assert answer.status_code == 400 and number[:4] in answer.json()["error"]["message"], answer.text
+    for field in ('"temperature": 0.1234567890123456789', '"user": "x", "top_p": 0.10000000000000001'):
+        body = f'{{"prompt": "x", "max_tokens": 1, {field}}}'
+        answer = client.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
+        assert answer.status_code == 200, answer.text
