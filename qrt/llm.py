@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from inspect import signature
@@ -19,7 +19,7 @@ from qrt.config import EngineConfig
 from qrt.engine.engine import Engine
 from qrt.engine.garbage import short_collections
 from qrt.engine.preflight import preflight
-from qrt.engine.schedule.output import StepDelta
+from qrt.engine.schedule.output import Cause, StepDelta
 from qrt.engine.schedule.scores import Scores, concat
 from qrt.errors import ConfigError, QrtError, UnsupportedError
 from qrt.offline.pooling import PoolingCalls
@@ -122,8 +122,9 @@ class LLM(PoolingCalls):
         priority          one integer per prompt; the smallest runs first with that scheduling policy
         others            vLLM's arguments that qrt does not have
 
-        A completion whose own shape (`structured_outputs`) cannot be kept ends with finish_reason "error" and
-        says why in `error`; the others go on. ConfigError if no prompt has another end.
+        A completion whose own shape (`structured_outputs`) cannot be kept, or for which the model gives NaN or
+        infinity, ends with finish_reason "error" and says why in `error`; the others go on. QrtError if no
+        prompt has another end: ConfigError where its shape is wrong.
 
         Raises ConfigError for a prompt that does not fit, UnsupportedError for an argument of `others` that
         would change something, QrtError when a step fails.
@@ -163,7 +164,7 @@ class LLM(PoolingCalls):
                 short_collections(),
                 tqdm(total=len(collectors), desc="Processed prompts", disable=not use_tqdm) as bar,
             ):
-                for delta in self._deltas():
+                for delta in self._deltas(kept=(Cause.REQUEST, Cause.MODEL)):
                     collector = by_id[delta.request_id]
                     if (gathered := collector.gather(delta)) is None:
                         continue
@@ -292,12 +293,13 @@ class LLM(PoolingCalls):
                 self.engine.clear()
                 raise
 
-    def _deltas(self) -> Iterator[StepDelta]:
-        """Step until the engine has no work left; QrtError when a step has failed."""
+    def _deltas(self, kept: Collection[Cause] = ()) -> Iterator[StepDelta]:
+        """Step until the engine has no work left; QrtError for an error of another cause than `kept`."""
         while self.engine.has_work:
             for delta in self.engine.step():
-                if delta.error and not delta.own:
-                    raise QrtError(f"request {delta.request_id} failed in a step: {delta.error}")
+                if delta.error and delta.cause not in kept:
+                    what = " failed in a step" if delta.cause is Cause.STEP else ""
+                    raise QrtError(f"request {delta.request_id}{what}: {delta.error}")
                 yield delta
 
     def _collector(

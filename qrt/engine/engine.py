@@ -16,7 +16,7 @@ from qrt.engine.check import RequestCheck
 from qrt.engine.constrain.constraints import Constraints
 from qrt.engine.preflight import Preflight, preflight
 from qrt.engine.ranks.group import RankGroup
-from qrt.engine.schedule.output import StepDelta
+from qrt.engine.schedule.output import Cause, StepDelta
 from qrt.engine.schedule.plan import Plan
 from qrt.engine.schedule.request import FinishReason
 from qrt.engine.schedule.scheduler import Scheduler
@@ -237,7 +237,7 @@ class Engine:
         idle = not self.scheduler.has_work and not self._launched
         failed = self._constraints.start_ready(idle=idle)
         return [
-            StepDelta(request_id, finish_reason=FinishReason.ABORT, error=error, own=True)
+            StepDelta(request_id, finish_reason=FinishReason.ABORT, error=error, cause=Cause.REQUEST)
             for request_id, error in failed.items()
         ]
 

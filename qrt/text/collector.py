@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from qrt.engine.schedule.output import StepDelta, merge
+from qrt.engine.schedule.output import Cause, StepDelta, merge
 from qrt.engine.schedule.request import FinishReason
 from qrt.engine.schedule.scores import Scores
-from qrt.errors import ConfigError
+from qrt.errors import ConfigError, QrtError
 from qrt.request.thinking import Thinking
 from qrt.sampling_params import MAX_TOKENS_LISTED, SamplingParams
 from qrt.text.answer import AnswerFormat
@@ -48,6 +48,7 @@ class _Completion:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: str | None = None
+    cause: Cause | None = None
 
 
 class RequestCollector:
@@ -153,10 +154,17 @@ class RequestCollector:
         errors = [completion.error for completion in self._completions]
         return errors[0] if all(errors) else None
 
+    @property
+    def cause(self) -> Cause | None:
+        """What the error of the first completion comes from."""
+        return self._completions[0].cause
+
     def refuse(self, error: str) -> None:
         """End all completions before they begin, with an error of their shape."""
         for engine_id in self.engine_ids:
-            self.feed(StepDelta(engine_id, finish_reason=FinishReason.ABORT, error=error, own=True))
+            self.feed(
+                StepDelta(engine_id, finish_reason=FinishReason.ABORT, error=error, cause=Cause.REQUEST)
+            )
 
     def gather(self, delta: StepDelta) -> StepDelta | None:
         """Store a delta; return all stored deltas, merged, when there are enough or the request ends.
@@ -198,6 +206,7 @@ class RequestCollector:
             completion.finish_reason, completion.stop_reason = delta.finish_reason.value, delta.stop_reason
         if delta.error is not None:
             completion.finish_reason, completion.error = FAILED, delta.error
+            completion.cause = delta.cause
         self._note_time(delta)
         abort = completion.finish_reason is not None and delta.finish_reason is None
         return TextDelta(index, text, new, logprobs, completion.finish_reason, completion.stop_reason, abort)
@@ -305,10 +314,14 @@ class RequestCollector:
 
 
 def outputs_of(collectors: Sequence[RequestCollector]) -> list[RequestOutput]:
-    """Return the outputs; log the errors of prompts, and raise ConfigError if all of them have one."""
+    """Return the outputs; log the errors of prompts, and raise the first if all of them have one.
+
+    ConfigError where a prompt's own shape is wrong, else QrtError.
+    """
     errors = [collector.error for collector in collectors]
     if errors and all(errors):
-        raise ConfigError(str(errors[0]))
+        kind = ConfigError if collectors[0].cause is Cause.REQUEST else QrtError
+        raise kind(f"prompt {collectors[0].request_id}: {errors[0]}" if kind is QrtError else str(errors[0]))
     for collector, error in zip(collectors, errors, strict=True):
         if error:
             logger.error("prompt %s ends with an error: %s", collector.request_id, error)

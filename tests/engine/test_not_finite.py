@@ -10,6 +10,7 @@ from qrt.engine.schedule.request import FinishReason
 from qrt.engine.schedule.scores import Scores
 from qrt.engine.step.graphs import TokenSteps
 from qrt.engine.step.logprobs import score
+from qrt.errors import QrtError
 from tiny_models import shallow
 
 NAN, INF = float("nan"), float("inf")
@@ -135,3 +136,20 @@ def test_scores_without_faults_are_none():
     sure = Scores(np.array([-np.inf], np.float32), np.ones(1, np.int64), *[np.empty((1, 0))] * 2)
     assert token_fault(0, 1, sure) is None and prompt_fault(0, sure, np.zeros((1, 2))) is None
     assert "vector" in (prompt_fault(0, None, np.array([[1.0, np.inf]])) or "")
+
+
+@pytest.mark.model
+def test_the_other_answers_are_kept(tmp_path_factory):
+    with shallow(tmp_path_factory.getbasetemp()):
+        llm = LLM("tiny", device="cpu", max_model_len=128)
+    llm.engine.model.embed.weight = llm.engine.model.embed.weight.clone()
+    llm.engine.model.embed.weight[300] = NAN
+    good, bad = {"prompt_token_ids": [9, 8, 5]}, {"prompt_token_ids": [11, 300, 12]}
+    outputs = [one.outputs[0] for one in llm.generate([bad, good, bad], LONG)]
+    assert [one.finish_reason for one in outputs] == ["error", "length", "error"]
+    assert "output token 1: expected finite" in outputs[0].error and len(outputs[1].token_ids) == 12
+    with pytest.raises(QrtError, match="output token 1: expected finite"):
+        llm.generate([bad], LONG)
+    with pytest.raises(QrtError, match="prompt token 1: expected finite"):
+        llm.score([[9, 8, 5], [300, 12, 13]])
+    assert llm.generate([good], LONG)[0].outputs[0].token_ids == outputs[1].token_ids

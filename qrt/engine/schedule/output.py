@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import Enum
 from typing import NamedTuple
 
 import numpy as np
 
 from qrt.engine.schedule.request import FinishReason
 from qrt.engine.schedule.scores import Scores, Vectors, concat
+
+
+class Cause(Enum):
+    """Why a request was given up."""
+
+    REQUEST = "request"  # its shape and its other rules leave it no answer
+    MODEL = "model"  # the model gave NaN or infinity for it
+    STEP = "step"  # a step failed, for all that took part in it
 
 
 class StepDelta(NamedTuple):
@@ -21,7 +30,7 @@ class StepDelta(NamedTuple):
     num_cached      prompt tokens found in the prefix cache
     pooled          vectors, fp32 [n, D]: the prompt's one, or one for each token of a chunk
     error           why the engine gave the request up (finish_reason is ABORT)
-    own             whether that is the request's own doing: its shape and its rules leave it no answer
+    cause           what that comes from; None: no error
     is_whole        its grammar ended it (finish_reason is STOP): the last token belongs to the answer
     """
 
@@ -35,7 +44,7 @@ class StepDelta(NamedTuple):
     error: str | None = None
     pooled: Vectors | None = None
     is_whole: bool = False
-    own: bool = False
+    cause: Cause | None = None
 
 
 def merge(deltas: Sequence[StepDelta]) -> StepDelta:

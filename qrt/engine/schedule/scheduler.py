@@ -26,7 +26,7 @@ from qrt.engine.schedule.admission import Growing
 from qrt.engine.schedule.finite import prompt_fault, token_fault
 from qrt.engine.schedule.limits import Limits
 from qrt.engine.schedule.lookahead import Lookahead, lacking_slots
-from qrt.engine.schedule.output import StepDelta
+from qrt.engine.schedule.output import Cause, StepDelta
 from qrt.engine.schedule.plan import Admission, Chunk, Plan, SamplingRules, StepResult, Verdict
 from qrt.engine.schedule.queue import Queue, insert, remove
 from qrt.engine.schedule.request import FinishReason, Request
@@ -253,17 +253,17 @@ class Scheduler:
         for request in self._planned.popleft():
             request.in_flight -= 1
             if self._requests.get(request.id) is request:
-                deltas.append(self._give_up(request, error, own=False))
+                deltas.append(self._give_up(request, error, Cause.STEP))
         return deltas
 
     def give_up(self, request_id: str, error: str) -> StepDelta:
         """End a running request with `error`, which is its own doing."""
-        return self._give_up(self._requests[request_id], error)
+        return self._give_up(self._requests[request_id], error, Cause.REQUEST)
 
-    def _give_up(self, request: Request, error: str, *, own: bool = True) -> StepDelta:
+    def _give_up(self, request: Request, error: str, cause: Cause) -> StepDelta:
         del self._requests[request.id]
         self._stop(request, keep=False)
-        return StepDelta(request.id, finish_reason=FinishReason.ABORT, error=error, own=own)
+        return StepDelta(request.id, finish_reason=FinishReason.ABORT, error=error, cause=cause)
 
     def _fault(self, request: Request, token: int, logprobs: Scores | None) -> str | None:
         return token_fault(token, len(request.output) + 1, logprobs)
@@ -271,7 +271,7 @@ class Scheduler:
     def _corrupted(self, request: Request, fault: str) -> StepDelta:
         """End a request for which the model gave NaN or infinity."""
         self.num_corrupted += 1
-        return self._give_up(request, fault)
+        return self._give_up(request, fault, Cause.MODEL)
 
     def _seed_of(self, params: SamplingParams) -> int:
         """Return the request's seed; without one, make it from the engine's seed and the arrival number."""
@@ -472,7 +472,7 @@ class Scheduler:
     ) -> StepDelta:
         """Do `_take`, and what the request's constraint says of the token."""
         if verdict.error is not None:
-            return self._give_up(request, verdict.error)
+            return self._give_up(request, verdict.error, Cause.REQUEST)
         request.output.append(token)
         added = 0
         if request.finish_reason is None:

@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from typing import NamedTuple, Protocol
 
-from qrt.engine.schedule.output import StepDelta, merge
+from qrt.engine.schedule.output import Cause, StepDelta, merge
 from qrt.engine.schedule.request import FinishReason
 from qrt.errors import QrtError
 from qrt.serve.link.messages import (
@@ -144,8 +144,10 @@ class RequestStream:
 
     def _take(self, item: StepDelta) -> tuple[int, TextDelta]:
         request_id = item.request_id
-        if item.error and item.own:
+        if item.error and item.cause is Cause.REQUEST:
             raise ConfigError(item.error)
+        if item.error and item.cause is Cause.MODEL:
+            raise EngineError(item.error)
         if item.error:
             logger.error("request %s failed in a step: %s", request_id, item.error)
             raise EngineError("the request failed in a step; the server's log says why")
