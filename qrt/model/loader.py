@@ -25,8 +25,8 @@ from qrt.model.random import RandomWeights
 from qrt.model.stacks import Stack
 from qrt.quant.checkpoint import Checkpoint, open_checkpoint
 from qrt.quant.checkpoint.cut import Cut, InsideGroup
-from qrt.quant.checkpoint.folder import mismatch
-from qrt.quant.checkpoint.format import FLOATS
+from qrt.quant.checkpoint.folder import WEIGHT, mismatch
+from qrt.quant.checkpoint.format import FLOATS, LEFT_OVER, PACKED, is_plain
 from qrt.quant.weight import partition
 from qrt.quant.weight.base import WeightData, fuse
 
@@ -65,9 +65,9 @@ def load_model(
     `headless` leaves out the head of the vocabulary, for a model that pools. With a `part` the decoder is a
     rank's (`build`), which reads its part of the Linears alone; `peers` are the ranks of which it is one.
 
-    Raises UnsupportedError for an architecture or scheme qrt does not run and for a quantized embedding or
-    norm, CheckpointError for tensors that are missing, left over or of another shape than config.json says,
-    each by name, and ConfigError for ranks that cannot share the model.
+    Raises UnsupportedError for an architecture or scheme qrt does not run and for a quantized norm,
+    CheckpointError for tensors that are missing, left over or of another shape than config.json says, each by
+    name, and ConfigError for ranks that cannot share the model.
     """
     checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
     arch = _untie(place_names(_architecture(checkpoint, headless), checkpoint), checkpoint)
@@ -207,8 +207,25 @@ class CheckpointWeights:
         return self.checkpoint.has(name)
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Read and check an embedding, a norm or a bias."""
-        tensor = self.checkpoint.tensor(name)
+        """Read and check an embedding, a router, a norm or a bias; a matrix of codes is decoded."""
+        module = name.rpartition(".")[0]
+        beside: tuple[str, ...] = (
+            "weight",
+            "bias",
+            CORRECTION,
+            *XIELU_PARTS,
+        )  # one that nothing reads is zero: check_names
+        if name.endswith(WEIGHT) and len(shape) == 2:
+            scheme, weight = self.checkpoint.linear(module, beside=beside)
+            tensor = weight.values if weight.scale is None else weight.dequantize().to(self.dtype)
+            if weight.scale is not None:
+                logger.warning(
+                    "%s: %s is stored in %s and runs in 16 bits", self.checkpoint.path, module, scheme
+                )
+        else:
+            tensor = self.checkpoint.tensor(name)
+            beside += () if name.endswith(WEIGHT) else (*PACKED, *LEFT_OVER)  # those of the matrix
+            self.checkpoint.expect_no_more(module, [name, *(f"{module}.{part}" for part in beside)])
         if tensor.dtype not in FLOATS:
             raise UnsupportedError(
                 f"{self.checkpoint.path}: {name}: expected {' or '.join(map(str, FLOATS))}, "
@@ -216,9 +233,6 @@ class CheckpointWeights:
             )
         if tuple(tensor.shape) != shape:
             raise mismatch(self.checkpoint.path, name, tensor.shape, shape)
-        module = name.rpartition(".")[0]
-        beside = ("weight", "bias", CORRECTION, *XIELU_PARTS)  # one that nothing reads is zero: check_names
-        self.checkpoint.expect_no_more(module, [name, *(f"{module}.{part}" for part in beside)])
         return tensor.to(self.device)
 
 
@@ -242,9 +256,9 @@ def _untie(arch: Arch, checkpoint: Checkpoint) -> Arch:
     stored = [name for name in checkpoint.names() if name.startswith(f"{arch.names.head}.")]
     stored = [name for name in stored if not (arch.head_bias and name.endswith(".bias"))]
     embedding = f"{arch.names.embed}.weight"
-    if arch.headless or not arch.tied_embeddings or not stored or not checkpoint.has(embedding):
+    if arch.headless or not arch.tied_embeddings or not stored:
         return arch
-    if stored == [f"{arch.names.head}.weight"]:
+    if stored == [f"{arch.names.head}.weight"] and is_plain(checkpoint, arch.names.embed):
         if torch.equal(checkpoint.tensor(stored[0]), checkpoint.tensor(embedding)):
             return arch
     logger.warning(

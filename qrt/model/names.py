@@ -24,11 +24,11 @@ def place_names(arch: Arch, checkpoint: Checkpoint) -> Arch:
     that read images have been saved with the text half, and the head, in several places.
     """
     names = arch.names
-    embed = next((name for name in names_of(names.embed) if checkpoint.has(f"{name}.weight")), None)
+    modules = {name.rpartition(".")[0] for name in checkpoint.names()}
+    embed = next((name for name in names_of(names.embed) if name in modules), None)
     if embed is None:
         return arch
     top = embed.removesuffix(below(embed))
-    modules = {name.rpartition(".")[0] for name in checkpoint.names()}
     head = next((name for name in names_of(names.head) if name in modules), names.head)
     placed = replace(names.outer(lambda name: top + below(name)), head=head)
     return _stacked(replace(arch, names=placed), checkpoint)

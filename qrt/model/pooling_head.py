@@ -90,11 +90,9 @@ def _layer(checkpoint: Checkpoint, module: str, width: int, out: int | None) -> 
 def _vocabulary_rows(arch: Arch, checkpoint: Checkpoint, tokens: Sequence[int]) -> Tensor:
     """Return the rows of the vocabulary's head for `tokens`, of the embedding where there is no head."""
     head = arch.names.head
-    if any(name.startswith(f"{head}.") for name in checkpoint.names()):
-        weight = checkpoint.linear(head)[1]
-        rows = weight.values if weight.scale is None else weight.dequantize()
-    else:
-        rows = checkpoint.tensor(f"{arch.names.embed}.weight")
+    stored = any(name.startswith(f"{head}.") for name in checkpoint.names())
+    weight = checkpoint.linear(head if stored else arch.names.embed)[1]
+    rows = weight.values if weight.scale is None else weight.dequantize()
     if max(tokens) >= len(rows):
         raise CheckpointError(
             f"{checkpoint.path}: expected a head of {max(tokens) + 1} rows, got {len(rows)}"

@@ -46,7 +46,7 @@ def unpack(words: Tensor, bits: int, n: int, axis: int = -1) -> Tensor:
     stream = words.movedim(axis, -1)
     mask = (1 << bits) - 1
     if 8 % bits == 0:
-        octets = stream.contiguous().view(torch.uint8)
+        octets = stream.clone(memory_format=torch.contiguous_format).view(torch.uint8)
         codes = torch.stack([octets >> shift & mask for shift in range(0, 8, bits)], dim=-1).flatten(-2)
         return codes[..., :n].movedim(-1, axis).contiguous()
     position = torch.arange(n, device=words.device) * bits

@@ -291,7 +291,8 @@ def fp8_method(folder, weight, scale, suffix, **config):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size, shape, suffix", [
     ([128, 128], (2, 3), "weight_scale_inv"), ([64, 32], (3, 10), "weight_scale_inv"),
-    (None, (), "weight_scale_inv"), (None, (1,), "weight_scale"),
+    (None, (), "weight_scale_inv"), (None, (1,), "weight_scale"), (None, (2, 3), "weight_scale_inv"),
+    (None, (192,), "weight_scale"), (None, (192, 1), "weight_scale_inv"),
 ])  # fmt: skip
 def test_fp8_of_deepseek_qwen_and_autofp8(tmp_path, caplog, size, shape, suffix, dtype):
     torch.manual_seed(0)
@@ -300,7 +301,8 @@ def test_fp8_of_deepseek_qwen_and_autofp8(tmp_path, caplog, size, shape, suffix,
     with caplog.at_level(logging.WARNING):
         read = fp8_method(tmp_path / "m", weight, scale, suffix, weight_block_size=size)
     assert "fp8 weights run as 16-bit weights" in caplog.text
-    rows, columns = size or (192, 320)
+    said = {(2, 3): (128, 128), (192,): (1, 320), (192, 1): (1, 320)}  # where the config does not
+    rows, columns = size or said.get(shape, (192, 320))
     table = scale.float().numpy().reshape(-(-192 // rows), -(-320 // columns))
     wanted = weight.float().numpy() * table[np.arange(192)[:, None] // rows, np.arange(320) // columns]
     scheme, got = read.linear(Q)
@@ -310,7 +312,7 @@ def test_fp8_of_deepseek_qwen_and_autofp8(tmp_path, caplog, size, shape, suffix,
 
 def test_fp8_that_does_not_fit_its_config_is_refused(tmp_path):
     weight = torch.ones(192, 320).to(torch.float8_e4m3fn)
-    for number, (size, shape) in enumerate([(None, (2, 3)), ([128, 128], (1,)), ([128, 128], (3, 2))]):
+    for number, (size, shape) in enumerate([(None, (3, 3)), ([128, 128], (1,)), ([128, 128], (3, 2))]):
         read = fp8_method(
             tmp_path / str(number), weight, torch.ones(shape), "weight_scale_inv", weight_block_size=size
         )

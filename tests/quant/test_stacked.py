@@ -9,6 +9,7 @@ from safetensors.torch import save_file
 from mxfp4_files import MAGNITUDES, pack_mxfp4
 from qrt.errors import CheckpointError
 from qrt.quant.checkpoint import open_checkpoint
+from qrt.quant.checkpoint.cut import Cut
 from qrt.quant.checkpoint.folder import Expert
 from qrt.quant.spec import Codes
 
@@ -70,10 +71,15 @@ def test_fp8_in_blocks(tmp_path, stack, scale):
 def test_fp8_that_is_transposed(tmp_path):
     """As Qwen3-VL-MoE is published: weights [E, in, out], and a scale for each block of them as they lie."""
     weights, scales = torch.randn(E, K, N).to(torch.float8_e4m3fn), torch.rand(E, 2, 2) + 0.5
-    checkpoint = save(tmp_path / "m", {UP: weights, f"{UP}_scale_inv": scales}, BLOCKS)
+    biases = torch.randn(E, N)
+    tensors = {UP: weights, f"{UP}_scale_inv": scales, f"{UP}_bias": biases}
+    checkpoint = save(tmp_path / "m", tensors, BLOCKS)
     spread = scales.repeat_interleave(128, 1).repeat_interleave(128, 2)[:, :, :N]
     for index in range(E):
         weight = checkpoint.expert(UP, index, transposed=True)[1]
+        assert torch.equal(weight.bias, biases[index])
+        part = checkpoint.expert(UP, index, transposed=True, cut=Cut.of((N, K), torch.arange(32, 64)))[1]
+        assert torch.equal(part.values, weight.values[32:64]) and torch.equal(part.bias, biases[index, 32:64])
         assert torch.equal(weight.values, (weights.float() * spread)[index].T)
         assert weight.values.is_contiguous()
 

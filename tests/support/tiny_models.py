@@ -159,7 +159,7 @@ def quantize_checkpoint(
         for name in checkpoint.names():
             module, _, kind = name.rpartition(".")
             chosen = module.endswith("_proj") if linears is None else module in linears
-            if not chosen or module in options["ignore"]:
+            if not chosen or module in options["ignore"] or kind not in ("weight", "bias"):
                 writer.add_tensor(name, checkpoint.tensor(name))
             elif kind == "weight":
                 weight = checkpoint.tensor(name)

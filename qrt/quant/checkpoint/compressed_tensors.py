@@ -11,12 +11,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from qrt.errors import CheckpointError, UnsupportedError
-from qrt.quant.checkpoint.config_group import ACTIVATIONS, Group, layout_of, patterns, read_group
+from qrt.quant.checkpoint.config_group import (
+    ACTIVATIONS,
+    Group,
+    layout_in,
+    layout_of,
+    patterns,
+    read_group,
+)
 from qrt.quant.checkpoint.folder import TensorFolder
-from qrt.quant.checkpoint.format import REMEDY, CheckpointFormat, Plain
+from qrt.quant.checkpoint.format import REMEDY, CheckpointFormat, Plain, codes_of
 from qrt.quant.module_names import HEAD, REGEX, is_head, names_of, patterns_of
 from qrt.quant.spec import QuantSpec
 from qrt.quant.weight import WEIGHT_SCHEMES, WeightData
@@ -36,9 +44,7 @@ class CompressedTensors(CheckpointFormat):
 
     def __init__(self, config: Mapping[str, Any], tensors: TensorFolder) -> None:
         where = f"{tensors.path}/config.json"
-        for key, remedy in REFUSED.items():
-            if config.get(key) and not _is_dense(config[key]):
-                raise UnsupportedError(f"{where}: quantization_config.{key} is not read; {remedy}")
+        check_transforms(tensors.path, config)
         self._ignore = patterns(where, config.get("ignore") or [])
         groups = config.get("config_groups")
         if not isinstance(groups, dict) or not groups:
@@ -46,7 +52,9 @@ class CompressedTensors(CheckpointFormat):
                 f"{where}: config_groups: expected at least one group, got {groups!r}; "
                 "delete quantization_config if the weights are not quantized"
             )
-        read = [read_group(where, name, entry, config.get("format")) for name, entry in groups.items()]
+        stated = config.get("format")
+        layouts = self._layouts(where, groups, tensors)
+        read = [read_group(where, name, entry, stated, layouts.get(name)) for name, entry in groups.items()]
         self._groups = {target: group for group in read for target in group.targets}  # the last one wins
         self._listed = {*self._ignore, *self._groups}
         modules = {own for name in tensors.names() for own in names_of(name.rpartition(".")[0])}
@@ -61,6 +69,11 @@ class CompressedTensors(CheckpointFormat):
         """Decode `module` as its group says; unquantized where it is ignored or no group targets it."""
         group = self._group_of(module, tensors)
         if group is None:
+            if (name := codes_of(tensors, module)) is not None:
+                raise UnsupportedError(
+                    f"{tensors.path}: {tensors.name_in_messages(name)}: quantized, but no group of "
+                    f"quantization_config means {module}; take it out of `ignore`, or add it to `targets`"
+                )
             return Plain().linear(tensors, module)
         return group.scheme, group.decode(tensors, module)
 
@@ -89,6 +102,33 @@ class CompressedTensors(CheckpointFormat):
             return [None]
         target = target_of(name, self._groups)
         return [] if target is None or target == LINEAR else [self._groups[target]]
+
+    def _layouts(self, where: str, groups: Mapping[str, Any], tensors: TensorFolder) -> dict[str, str]:
+        """Return the layout of each group as its tensors have it; without those of which no module tells."""
+        owner = {
+            target: name
+            for name, entry in groups.items()
+            if isinstance(entry, Mapping)
+            for target in patterns(f"{where}: config_groups.{name}", entry.get("targets"))
+        }
+        found: dict[str, str] = {}
+        for module in dict.fromkeys(name.rpartition(".")[0] for name in tensors.stored_names()):
+            if len(found) == len(groups):
+                break
+            layout = layout_in(tensors, module)
+            if layout is None or target_of(module, self._ignore) is not None:
+                continue
+            targets = (target_of(name, owner) for name in (module, *names_of(module)))
+            if (target := next(filter(None, targets), None)) is not None:
+                found.setdefault(owner[target], layout)
+        return found
+
+
+def check_transforms(path: Path, config: Mapping[str, Any]) -> None:
+    """Raise UnsupportedError for an entry that changes what even plain weights compute, or the K/V cache."""
+    for key, remedy in REFUSED.items():
+        if config.get(key) and not _is_dense(config[key]):
+            raise UnsupportedError(f"{path}/config.json: quantization_config.{key} is not read; {remedy}")
 
 
 def _is_dense(entry: Any) -> bool:

@@ -13,7 +13,7 @@ from qrt.errors import CheckpointError, UnsupportedError
 from qrt.quant import e2m1
 from qrt.quant.checkpoint import mxfp4
 from qrt.quant.checkpoint.folder import TensorFolder
-from qrt.quant.checkpoint.format import REMEDY, block_of
+from qrt.quant.checkpoint.format import REMEDY, Kind, block_of, codes_of, kind_of
 from qrt.quant.checkpoint.layout import FloatQuantized, IntQuantized, Layout, PackQuantized
 from qrt.quant.module_names import REGEX
 from qrt.quant.spec import Granularity, QuantSpec
@@ -52,6 +52,8 @@ FP8_WEIGHTS: dict[str, tuple[Any, ...]] = {
     "dynamic": (False,),
 }
 MXFP4 = "mxfp4-pack-quantized"
+READ = (*LAYOUTS, FloatQuantized.name, MXFP4)
+UNTOLD = ("mixed-precision", "dense")  # formats of a whole file, which say nothing about a group
 MXFP4_WEIGHTS: dict[str, tuple[Any, ...]] = {
     "num_bits": (4,),
     "type": ("float",),
@@ -108,17 +110,35 @@ def _described(scheme: str) -> str:
     return f"{kind.stored} with {kind.spec.bits} bits{rounded}"
 
 
-def read_group(where: str, name: str, entry: Any, default_format: Any) -> Group:
-    """Check one entry of config_groups and turn it into values."""
+def layout_in(tensors: TensorFolder, module: str) -> str | None:
+    """Return the layout that the tensors of `module` have; None where its weight is plain."""
+    kind, codes = kind_of(tensors, module), codes_of(tensors, module)
+    if kind is not Kind.INTEGERS or codes is None:
+        return None if kind is None else {Kind.FP8: FloatQuantized.name, Kind.MXFP4: MXFP4}[kind]
+    return PackQuantized.name if codes.endswith("packed") else IntQuantized.name
+
+
+def _layout(where: str, stated: Any, found: str | None, weights: Any) -> Any:
+    """Return the layout of a group: what its tensors have, unless the config states one that qrt lacks."""
+    if stated == NAIVE:
+        is_float = isinstance(weights, Mapping) and weights.get("type") == "float"
+        stated = FloatQuantized.name if is_float else IntQuantized.name
+    if found is None or stated not in (None, *UNTOLD, *READ):
+        return stated
+    if stated not in (None, found, *UNTOLD):
+        logger.warning("%s.format: is %s, but the tensors are %s; they decide", where, stated, found)
+    return found
+
+
+def read_group(where: str, name: str, entry: Any, default_format: Any, found: str | None = None) -> Group:
+    """Check one entry of config_groups and turn it into values; `found` is the layout of its tensors."""
     where = f"{where}: config_groups.{name}"
     if not isinstance(entry, dict):
         raise UnsupportedError(
             f"{where}: expected a group written out as an object, not a preset, got {entry!r}"
         )
-    layout, weights = entry.get("format") or default_format, entry.get("weights")
-    if layout == NAIVE:
-        is_float = isinstance(weights, Mapping) and weights.get("type") == "float"
-        layout = FloatQuantized.name if is_float else IntQuantized.name
+    weights = entry.get("weights")
+    layout = _layout(where, entry.get("format") or default_format, found, weights)
     if layout == FloatQuantized.name:
         return _fp8_group(where, entry)
     if layout == MXFP4:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -135,6 +136,12 @@ class Expert(TensorFolder):
         self._shard_of = {own: _slice_of(folder, name, own, index) for own, name in self._stored.items()}
         if not self._shard_of:
             folder.spec(stack)  # raises, as there is no such tensor
+
+    def without(self, name: str) -> Expert:
+        """Return the same tensors but for `name`."""
+        other = copy.copy(self)
+        other._shard_of = {own: shard for own, shard in self._shard_of.items() if own != name}
+        return other
 
     def name_in_messages(self, name: str) -> str:
         """Return the name of a tensor as it is stored, or would be."""

@@ -1,16 +1,22 @@
-"""The interface of checkpoint formats, which find and decode the weight of one Linear; and plain weights."""
+"""The interface of checkpoint formats, which find and decode the weight of one Linear; and plain weights.
+
+What a Linear's tensors hold, plain weights or codes, is told by their names and dtypes. They decide, not what
+`quantization_config` says: tools leave the entry, and scales, beside weights that they turned into 16 bits.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from qrt.errors import CheckpointError, UnsupportedError
-from qrt.quant.checkpoint.folder import MISMATCH, TensorFolder
+from qrt.quant import e2m1
+from qrt.quant.checkpoint.folder import MISMATCH, WEIGHT, TensorFolder
 from qrt.quant.spec import QuantSpec
 from qrt.quant.weight.base import WeightData
 
@@ -106,3 +112,81 @@ class Plain(CheckpointFormat):
     def grid(self, module: str) -> tuple[str, QuantSpec | None]:
         """See CheckpointFormat."""
         return "fp16", None
+
+
+FP8 = torch.float8_e4m3fn, torch.float8_e5m2
+PACKED = ("weight_packed", "weight_blocks", "qweight")  # codes that are not called `weight`
+SCALES = ("weight_scale", "weight_scale_inv", "scales")
+# What belongs to codes, and means nothing beside a plain weight
+LEFT_OVER = (*SCALES, "weight_zero_point", "weight_shape", "weight_g_idx", "qzeros", "g_idx", "input_scale")
+CODES = (*FP8, torch.uint8, torch.int8, torch.int16, torch.int32)  # dtypes of codes; others are of buffers
+ROWS = 64  # rows that tell whether a plain weight is one
+
+
+class Kind(Enum):
+    """What the codes of a Linear are."""
+
+    FP8 = "fp8"
+    MXFP4 = "MXFP4"
+    INTEGERS = "integers"
+
+
+def codes_of(tensors: TensorFolder, module: str) -> str | None:
+    """Return the name of the tensor with the codes of `module`; None where its weight is plain, or absent."""
+    for ending in PACKED:
+        if tensors.has(name := f"{module}.{ending}"):
+            return name
+    name = f"{module}{WEIGHT}"
+    return name if tensors.has(name) and tensors.spec(name).dtype in CODES else None
+
+
+def kind_of(tensors: TensorFolder, module: str) -> Kind | None:
+    """Return what the codes of `module` are; None where it has none."""
+    name = codes_of(tensors, module)
+    if name is None:
+        return None
+    dtype = tensors.spec(name).dtype
+    if dtype in FP8:
+        return Kind.FP8
+    floats = name.endswith(PACKED[:2]) and dtype == torch.uint8
+    return Kind.MXFP4 if floats else Kind.INTEGERS
+
+
+def shape_of(tensors: TensorFolder, module: str) -> tuple[int, ...]:
+    """Return the shape [N, K] of the weight that floating-point codes mean, or of a plain one."""
+    name = codes_of(tensors, module) or f"{module}{WEIGHT}"
+    shape = tensors.spec(name).shape
+    if kind_of(tensors, module) is not Kind.MXFP4:
+        return shape
+    rows, *rest = shape
+    return (rows, rest[0] * e2m1.GROUP) if name.endswith("_blocks") else (rows, rest[0] * 2)
+
+
+def is_plain(tensors: TensorFolder, module: str) -> bool:
+    """Return whether the weight of `module` is plain, whatever lies beside it."""
+    name = f"{module}{WEIGHT}"
+    return codes_of(tensors, module) is None and tensors.has(name) and tensors.spec(name).dtype in FLOATS
+
+
+def left_over(tensors: TensorFolder, module: str) -> list[str]:
+    """Return the names of what is left of codes beside the plain weight of `module`.
+
+    CheckpointError where the weight is codes that were cast to 16 bits: it means nothing without its scales.
+    """
+    found = [name for ending in LEFT_OVER if tensors.has(name := f"{module}.{ending}")]
+    if any(name.endswith(SCALES) for name in found):
+        weight = tensors.tensor(f"{module}{WEIGHT}")[:ROWS].float()
+        rounded = weight.round(), weight.clamp(-448, 448).to(FP8[0]).float()
+        if weight.any() and any(torch.equal(weight, own) for own in rounded):
+            raise CheckpointError(
+                f"{tensors.path}: {tensors.name_in_messages(f'{module}{WEIGHT}')}: expected a weight, or "
+                "codes in 8 bits, got codes cast to floats beside their scales; download the checkpoint "
+                "again, or multiply them"
+            )
+    return found
+
+
+def holds_codes(tensors: TensorFolder) -> bool:
+    """Return whether any tensor may be codes: of an integer or fp8 dtype, and not left over."""
+    found = (name for name in tensors.stored_names() if tensors.spec(name).dtype in CODES)
+    return any(not name.endswith(LEFT_OVER) for name in found)

@@ -1,8 +1,8 @@
-"""fp8 in blocks, as DeepSeek, Qwen and transformers write it, and per tensor, as AutoFP8 does.
+"""fp8 in blocks, as DeepSeek, Qwen and transformers write it, and per tensor or row, as AutoFP8 does.
 
 P.weight            fp8   [N, K]                      weight / scale, e4m3
 P.weight_scale_inv  float [ceil(N/B0), ceil(K/B1)]    the scale of each block, in spite of its name
-P.weight_scale      float [1] or a scalar             AutoFP8 stores it instead
+P.weight_scale      float [1], a scalar, [N] or [N,1] AutoFP8 stores it instead
 P.input_scale       float [1]                         scale of static activations; not read
 P.bias              float [N]                         where the Linear has one
 """
@@ -30,7 +30,7 @@ class Fp8(CheckpointFormat):
     def __init__(self, config: Mapping[str, Any], tensors: TensorFolder) -> None:
         size = config.get("weight_block_size")
         where = f"{tensors.path}: quantization_config.weight_block_size"
-        self._block = (None, None) if size is None else block_of(where, size)
+        self._block = None if size is None else block_of(where, size)
         logger.warning("%s: fp8 weights run as 16-bit weights, activations are not rounded", tensors.path)
 
     def linear(self, tensors: TensorFolder, module: str) -> tuple[str, WeightData]:

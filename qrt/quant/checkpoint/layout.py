@@ -33,6 +33,8 @@ from qrt.quant.packing import WORD_BITS, pack, unpack
 from qrt.quant.spec import Granularity, QuantSpec
 from qrt.quant.weight.base import WeightData
 
+BLOCK = (128, 128)  # rows and columns of a scale of fp8, where a config does not say it
+
 
 class Layout(ABC):
     """How the codes of one Linear lie in tensors; `name` is compressed-tensors' `format`."""
@@ -124,30 +126,38 @@ class IntQuantized(Layout):
 class FloatQuantized:
     """fp8 weights, read as 16-bit weights and never written: qrt has no fp8 products.
 
-    block    rows and columns that share a scale, None meaning all of them; the last block may be smaller
+    block    rows and columns that share a scale, None meaning all of them; the last block may be smaller.
+             None for both: the scales tell, of which there is one, one of each row, or one of each BLOCK
     scale    suffix of the scales
     """
 
     name = "float-quantized"
 
-    def __init__(self, block: tuple[int | None, int | None], scale: str = "weight_scale") -> None:
+    def __init__(self, block: tuple[int | None, int | None] | None, scale: str = "weight_scale") -> None:
         self.block, self.scale = block, scale
 
     def decode(self, tensors: TensorFolder, module: str) -> WeightData:
         """Read the weight and its bias; raises CheckpointError when a tensor is absent or does not fit."""
         weight = tensors.tensor(f"{module}.weight", "N K", torch.float8_e4m3fn)
         n, k = shape = tensors.spec(f"{module}.weight").shape
-        rows, columns = (
-            max(1, min(block or size, size)) for block, size in zip(self.block, shape, strict=True)
-        )
-        name, blocks = f"{module}.{self.scale}", (-(-n // rows), -(-k // columns))
-        if blocks == (1, 1) and prod(tensors.spec(name).shape) == 1:  # [1], [1, 1] or a scalar
-            scale = tensors.tensor(name, dtype=FLOATS).view(1, 1)
+        name = f"{module}.{self.scale}"
+        block = self.block or _block_of(tensors.spec(name).shape, n)
+        rows, columns = (max(1, min(own or size, size)) for own, size in zip(block, shape, strict=True))
+        blocks = -(-n // rows), -(-k // columns)
+        if prod(tensors.spec(name).shape) == blocks[0] and blocks[1] == 1:  # a scalar, [1], [N] or with 1s
+            scale = tensors.tensor(name, dtype=FLOATS).reshape(-1, 1)
         else:
             scale = tensors.tensor(name, "B0 B1", FLOATS, B0=blocks[0], B1=blocks[1])
         _expect_no_zeros(tensors, module)
         spread = scale.float()[tensors.outputs(n) // rows][:, tensors.inputs(k) // columns]
         return WeightData((weight.float() * spread).to(scale.dtype), bias=bias_of(tensors, module, n))
+
+
+def _block_of(scales: tuple[int, ...], rows: int) -> tuple[int | None, int | None]:
+    """Return the block that scales of this shape tell, of a weight with so many rows."""
+    if prod(scales) == 1:
+        return None, None
+    return (1, None) if scales in ((rows,), (rows, 1)) else BLOCK
 
 
 def _expect_no_zeros(tensors: TensorFolder, module: str) -> None:
