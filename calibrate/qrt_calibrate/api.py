@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from qrt.errors import ConfigError
+from qrt.quant.checkpoint.format import CODES, FP8, LEFT_OVER
 from qrt_calibrate.job.plan import source_folder
 from qrt_calibrate.model.devices import devices_of
 from qrt_calibrate.pipeline import calibrate as run
@@ -84,8 +85,19 @@ def _save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, fol
     for name, given in (("model", model), ("tokenizer", tokenizer)):
         if not hasattr(given, "save_pretrained") and (given is not None or name == "model"):
             raise ConfigError(f"{name}: expected one of transformers', got {type(given).__name__}")
-    if getattr(model, "hf_quantizer", None) is not None:
-        raise ConfigError("model: already quantized; load the unquantized one")
+    if getattr(model, "hf_quantizer", None) is not None and _holds_integers(model):
+        raise ConfigError(
+            "model: expected weights in 16 bits or fp8, got integers, already quantized; load the "
+            "unquantized one"
+        )
     model.save_pretrained(folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
+
+
+def _holds_integers(model: PreTrainedModel) -> bool:
+    """Return whether weights of a model in memory are integer codes, and not only left over."""
+    kinds = {*CODES} - {*FP8}
+    return any(
+        own.dtype in kinds and not name.endswith(LEFT_OVER) for name, own in model.state_dict().items()
+    )

@@ -21,7 +21,7 @@ from qrt.model.names import place_names, unread
 from qrt.quant.checkpoint import Checkpoint, awq, gptq, open_checkpoint
 from qrt.quant.checkpoint.compressed_tensors import quantization_config, targets_of
 from qrt.quant.checkpoint.config_group import layout_of
-from qrt.quant.checkpoint.format import FLOATS
+from qrt.quant.checkpoint.format import FLOATS, LEFT_OVER, codes_of, is_plain
 from qrt.quant.checkpoint.output import OutputFolder
 from qrt.quant.module_names import HEAD, REGEX, inner_names, inside_pattern, patterns_of
 from qrt.quant.packing import WORD_BITS
@@ -76,6 +76,7 @@ def convert(model: str | Path, target: str, out: Path, *, weight_only: bool = Fa
         raise UnsupportedError(f"{source.path}: not quantized; qrt-calibrate --model quantizes it")
     arch = place_names(read_arch(source.config, source.path), source)
     modules, dtype = _linears(source, arch), _dtype(source, arch)
+    _expect_plain(source, arch)
     if target != "compressed-tensors" and arch.names.head in modules:
         if source.linear(arch.names.head)[1].scale is not None:
             why = "engines read its head in 16 bits; calibrate the original again, with --head-bits 16"
@@ -85,9 +86,9 @@ def convert(model: str | Path, target: str, out: Path, *, weight_only: bool = Fa
     try:
         grids = _write_linears(folder, source, modules, target, dtype, weight_only)
         own = tuple(f"{module}." for module in grids)
-        for name in source.names():
-            if not name.startswith(own):
-                folder.add({name: source.tensor(name)})
+        kept = {name for name in source.names() if not name.startswith(own) and not _is_left(source, name)}
+        for name in sorted(kept):
+            folder.add({name: source.tensor(name)})
         if arch.names.head in grids:  # not the embedding any more, whatever the source said
             source.config["tie_word_embeddings"] = False
         routers = [f"{layer}.{name}" for layer, own in _layers(arch) for name in own.routers]
@@ -98,7 +99,7 @@ def convert(model: str | Path, target: str, out: Path, *, weight_only: bool = Fa
     except BaseException:
         folder.abandon()
         raise
-    folder.publish(settings, {name for name in source.names() if name.startswith(own)})
+    folder.publish(settings, {*source.names()} - kept)
     return len(grids)
 
 
@@ -113,6 +114,23 @@ def _linears(source: Checkpoint, arch: Arch) -> list[str]:
     if any(name.startswith(f"{arch.names.head}.") for name in source.names()):
         modules.append(arch.names.head)
     return modules
+
+
+def _expect_plain(source: Checkpoint, arch: Arch) -> None:
+    """Raise UnsupportedError for an embedding or a router that is quantized."""
+    routers = (f"{layer}.{name}" for layer, own in _layers(arch) for name in own.routers)
+    for module in (arch.names.embed, *routers):
+        if (codes := codes_of(source, module)) is not None:
+            raise UnsupportedError(
+                f"{source.path}: {codes}: expected quantized Linears, got a quantized {module}, which "
+                "engines read in 16 bits; calibrate the unquantized model"
+            )
+
+
+def _is_left(source: Checkpoint, name: str) -> bool:
+    """Return whether a tensor is left over beside a plain weight."""
+    module, _, ending = name.rpartition(".")
+    return ending in LEFT_OVER and is_plain(source, module)
 
 
 def _layers(arch: Arch) -> list[tuple[str, Arch]]:

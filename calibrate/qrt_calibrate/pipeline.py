@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,13 +16,14 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from qrt.errors import CheckpointError
 from qrt.quant.checkpoint import open_checkpoint
 from qrt.quant.checkpoint.writer import CheckpointWriter
 from qrt_calibrate.estimate.bits import WINDOWS, Point, allocate
 from qrt_calibrate.estimate.budget import Budget, budget_of
 from qrt_calibrate.estimate.preflight import preflight
 from qrt_calibrate.job.plan import Job, plan
-from qrt_calibrate.model.executor import LayerExecutor, read, read_layer
+from qrt_calibrate.model.executor import LayerExecutor, is_finite, read, read_layer
 from qrt_calibrate.model.head import RoundedHead, round_head
 from qrt_calibrate.model.streams import Streams
 from qrt_calibrate.recipe.recipe import Recipe
@@ -28,7 +31,7 @@ from qrt_calibrate.report.report import LayerReport, Report, bits_per_weight, so
 from qrt_calibrate.rounding.precision import EXACT, TF32, products
 from qrt_calibrate.steps.advance import Windows
 from qrt_calibrate.steps.evaluate import Cost, measure_cost
-from qrt_calibrate.steps.layer import quantize_layer
+from qrt_calibrate.steps.layer import LayerResult, quantize_layer
 from qrt_calibrate.steps.sensitivity import gradient_windows, loss_gradients
 from qrt_calibrate.steps.written import REST, TUNED, Written, label
 from qrt_calibrate.text.text import Calibration, calibration
@@ -137,7 +140,9 @@ class Run:
             job.recipe.windows[0],
             job.checkpoint.spec(f"{job.arch.names.embed}.weight").dtype,
         )
-        streams = Streams(executor.embed(ids), calibrating, job.devices, folder, stored)
+        hidden = executor.embed(ids)
+        executor.expect_finite(job.arch.names.embed, hidden)
+        streams = Streams(hidden, calibrating, job.devices, folder, stored)
         count = gradient_windows(job.recipe)
         if count and not self._written.all_layers:
             loss_gradients(executor, streams, count, job.recipe.seed, folder)
@@ -157,7 +162,8 @@ class Run:
             if windows is not None:
                 if not job.recipe.rules.needs_text:
                     windows.advance(index, tensors, result, grids)
-                figures |= windows.drift()
+                figures |= windows.drift(index)
+            _expect_finite(job, name, result, figures)
             self._written.write_layer(index, result, figures)
         elif windows is not None:
             windows.advance(index, tensors, self._written.layer(index), grids)
@@ -211,6 +217,23 @@ class Run:
         weight, grid = self._written.head(), self._job.recipe.head
         head = RoundedHead(weight, grid, self._job.device) if weight and grid else None
         return measure_cost(self._windows.executor, self._windows.streams, self._windows.ids, head)
+
+
+def _expect_finite(job: Job, layer: str, result: LayerResult, figures: Mapping[str, float]) -> None:
+    """Raise CheckpointError for scales of a layer, or figures of it, that are NaN or infinite."""
+    where = f"{job.source.path}: {layer}"
+    for name, weight in result.linears.items():
+        if weight.scale is not None and not is_finite(weight.scale):
+            raise CheckpointError(
+                f"{where}.{name}: expected scales that {job.arch.dtype} holds, got infinity: its weights are "
+                "too large; set dtype in config.json to bfloat16, or download the checkpoint again"
+            )
+    for title, value in figures.items():
+        if not math.isfinite(value):
+            raise CheckpointError(
+                f"{where}: {title}: expected a finite number, got {value}: its weights are too large; "
+                "download the checkpoint again"
+            )
 
 
 def _fingerprint(job: Job, text: Calibration | None) -> dict[str, Any]:

@@ -77,6 +77,7 @@ def measure(
                 for bits, grid in grids.items():
                     streams[number, bits] = _rounded(layer, parts, grid, dtype, partial(run, exact))
         exact = run(exact)
+        executor.expect_finite(name, exact)
     return {key: _divergence(executor, exact, hidden) for key, hidden in streams.items()}
 
 
@@ -102,6 +103,7 @@ def _divergence(executor: LayerExecutor, exact: Tensor, hidden: Tensor) -> float
     total = 0.0
     for own, other in zip(exact, hidden, strict=True):
         p, q = (F.log_softmax(executor.logits(h), -1) for h in (own, other))
+        executor.expect_finite(executor.head_name, p)
         total += float(F.kl_div(q, p, reduction="batchmean", log_target=True))
     return total / len(exact)
 

@@ -8,6 +8,7 @@ from typing import Any
 from qrt.quant.weight import WEIGHT_SCHEMES
 from qrt_calibrate.estimate.sizes import gigabytes, stored_bytes
 from qrt_calibrate.job.plan import Job
+from qrt_calibrate.model.untie import UntiedCheckpoint
 from qrt_calibrate.recipe.recipe import Grid
 
 PARALLEL = (2, 4, 8)  # tensor-parallel sizes that are checked
@@ -18,6 +19,8 @@ WORD_BITS = 32  # zero points are packed in words of so many bits
 def findings(job: Job, size: int) -> list[str]:
     """Say where a result of `size` bytes will not load, and what else a user should know."""
     found = list(job.notes)
+    if job.origin is not None:
+        found.append(f"the source has {job.origin}; what they mean counts as exact, in {job.arch.dtype}")
     if job.recipe.calib is not None and not any(job.recipe.windows):
         found.append(
             f"--calib is not read: --method {job.recipe.method} needs no text; --eval-samples N measures the "
@@ -32,7 +35,7 @@ def findings(job: Job, size: int) -> list[str]:
     if job.arch.experts is not None:
         found += _mixture(job)
     head = f"{job.arch.names.head}.weight"
-    if job.checkpoint.has(head) and not job.source.has(head):
+    if isinstance(job.checkpoint, UntiedCheckpoint) and job.checkpoint.adds_head:
         assert job.recipe.head is not None
         own = stored_bytes(job.checkpoint.spec(head), job.recipe.head, job.scale_dtype)
         found.append(f"the quantized head is stored beside the embedding and takes {gigabytes(own)}")

@@ -18,10 +18,12 @@ from qrt.model.names import place_names, unread
 from qrt.quant.checkpoint import Checkpoint
 from qrt.quant.checkpoint.compressed_tensors import targets_of
 from qrt.quant.checkpoint.format import FLOATS
+from qrt.quant.checkpoint.reader import quantization_entry
 from qrt.quant.module_names import HEAD, REGEX, inside_pattern
 from qrt.quant.weight import WEIGHT_SCHEMES
 from qrt_calibrate.job.calibrated import uncalibrated, untrained
 from qrt_calibrate.job.names import check_stored
+from qrt_calibrate.model.decoded import DecodedCheckpoint
 from qrt_calibrate.model.spelled import SpelledCheckpoint, spelled_out
 from qrt_calibrate.model.untie import UntiedCheckpoint
 from qrt_calibrate.recipe.groups import check_groups, choose_groups
@@ -78,6 +80,14 @@ class Job:
         return as_stored(self.checkpoint)
 
     @property
+    def origin(self) -> str | None:
+        """What the weights of the source are stored in; None where it is plain and says nothing else."""
+        view = self.checkpoint
+        while isinstance(view, UntiedCheckpoint | SpelledCheckpoint):
+            view = view.base
+        return view.origin if isinstance(view, DecodedCheckpoint) else None
+
+    @property
     def num_weights(self) -> int:
         """Number of weights that the checkpoint stores."""
         return self.source.num_bytes // self.scale_dtype.itemsize
@@ -127,19 +137,26 @@ def source_folder(
 
     def check(folder: Path) -> None:
         config = read_config(folder)
-        if config.get("quantization_config") is not None:
-            raise _quantized(model)
         _architecture(config, model)
+        if not any(folder.glob("*.safetensors")):  # of the Hub: tensors, which would tell, are not there yet
+            _expect_floats(quantization_entry(folder, config), model)
 
     return model_folder(model, revision=revision, download_dir=download_dir, check=check)
 
 
 def plan(checkpoint: Checkpoint, recipe: Recipe, *devices: torch.device) -> Job:
     """Check everything that can be checked without reading weights."""
-    if checkpoint.quantization:
-        raise _quantized(checkpoint.path)
     checkpoint = as_stored(checkpoint)  # it may come from an earlier plan
-    arch = place_names(_architecture(checkpoint.config, checkpoint.path), checkpoint)
+    arch = _architecture(checkpoint.config, checkpoint.path)
+    dtype = getattr(torch, arch.dtype, None)
+    if dtype not in FLOATS:
+        raise CheckpointError(
+            f"{checkpoint.path}/config.json: expected dtype float16, bfloat16 or float32, "
+            f"got {arch.dtype!r}; save the model in one of them"
+        )
+    if checkpoint.entry:
+        checkpoint = DecodedCheckpoint(checkpoint, dtype)
+    arch = place_names(arch, checkpoint)
     source, stored = checkpoint, arch
     checkpoint, arch = spelled_out(checkpoint, arch)
     recipe = _for_experts(recipe, arch)
@@ -159,15 +176,14 @@ def plan(checkpoint: Checkpoint, recipe: Recipe, *devices: torch.device) -> Job:
             )
         checkpoint, arch = UntiedCheckpoint(checkpoint, arch), replace(arch, tied_embeddings=False)
     job = Job(checkpoint, arch, recipe, devices, grids, notes)
-    if getattr(torch, arch.dtype, None) not in FLOATS:
-        raise CheckpointError(
-            f"{checkpoint.path}/config.json: expected dtype float16, bfloat16 or float32, "
-            f"got {arch.dtype!r}; save the model in one of them"
-        )
     check_groups(checkpoint, job.grids)
     check_stored(source, stored)
     if recipe.tune and (fact := untrained(arch)) is not None:
         raise UnsupportedError(f"--tune: not known for {arch.name}'s {fact}; leave it out")
+    if recipe.tune and job.origin is not None:
+        raise UnsupportedError(
+            f"--tune: expected a checkpoint without a quantization_config, got {job.origin}; leave it out"
+        )
     for grid in set(job.quantized.values()):
         _check_grid(grid, recipe, job.scale_dtype)
         if recipe.tune and WEIGHT_SCHEMES[grid.scheme].int8_tokens:
@@ -175,8 +191,19 @@ def plan(checkpoint: Checkpoint, recipe: Recipe, *devices: torch.device) -> Job:
     return job
 
 
-def _quantized(model: object) -> UnsupportedError:
-    return UnsupportedError(f"{model}: already quantized; calibrate the unquantized model it was made from")
+def _expect_floats(entry: Mapping[str, Any], model: object) -> None:
+    """Raise UnsupportedError for a quantization_config that means integers, or is none that qrt reads."""
+    groups = entry.get("config_groups")
+    weights = [own.get("weights") for own in groups.values()] if isinstance(groups, dict) else []
+    floats = [own for own in weights if isinstance(own, dict) and own.get("type") == "float"]
+    method = entry.get("quant_method")
+    if method in (None, "fp8", "mxfp4") or floats and len(floats) == len(weights):
+        return
+    raise UnsupportedError(
+        f"{model}: quantization_config: expected 16-bit, fp8 or MXFP4 weights, got {method}, already "
+        "quantized; calibrate the unquantized model it was made from. Where its weights are 16-bit all "
+        "the same, download it and give the folder"
+    )
 
 
 def _architecture(config: Mapping[str, Any], model: str | Path) -> Arch:
@@ -189,7 +216,7 @@ def _architecture(config: Mapping[str, Any], model: str | Path) -> Arch:
 
 def as_stored(checkpoint: Checkpoint) -> Checkpoint:
     """Return the checkpoint that a job's was made from."""
-    while isinstance(checkpoint, UntiedCheckpoint | SpelledCheckpoint):
+    while isinstance(checkpoint, UntiedCheckpoint | SpelledCheckpoint | DecodedCheckpoint):
         checkpoint = checkpoint.base
     return checkpoint
 

@@ -82,6 +82,20 @@ class LayerExecutor:
         """Return the full name of layer `index`."""
         return f"{self._arch.names.layers}.{index}"
 
+    @property
+    def head_name(self) -> str:
+        """The full name of the head, or of the embedding that it is."""
+        names = self._arch.names
+        return names.head if self._checkpoint.has(f"{names.head}.weight") else names.embed
+
+    def expect_finite(self, name: str, *states: Tensor) -> None:
+        """Raise CheckpointError if what `name` computed, `states`, holds NaN or infinity."""
+        if not all(map(is_finite, states)):
+            raise CheckpointError(
+                f"{self._checkpoint.path}: {name}: expected finite numbers behind it, got NaN or infinity in "
+                "float32; its weights are damaged: download the checkpoint again"
+            )
+
     def load_stored(self, index: int) -> nn.Module:
         """Return layer `index` as the checkpoint stores it, in fp32 on the device."""
         return self.load(index, read_layer(self._checkpoint, self.layer_name(index)))
@@ -129,6 +143,7 @@ class LayerExecutor:
             normed = norm(leaf)
             with torch.no_grad():
                 logits = self.logits(hidden)
+                self.expect_finite(self.head_name, logits)
                 wrong = logits.softmax(-1)
                 drawn = torch.multinomial(wrong, 1, generator=generator)
                 wrong.scatter_add_(-1, drawn, wrong.new_full(drawn.shape, -1.0))
@@ -155,8 +170,7 @@ class LayerExecutor:
         """Return the last norm, the head of the checkpoint, and what is done to its products."""
         if self._final is None:
             arch, names = self._arch, self._arch.names
-            stored = self._checkpoint.has(f"{names.head}.weight")
-            head = read(self._checkpoint, f"{names.head if stored else names.embed}.weight")
+            head = read(self._checkpoint, f"{self.head_name}.weight")
             head = head.to(self.device)
             bias = read(self._checkpoint, f"{names.head}.bias").to(self.device) if arch.head_bias else None
             finish = Finish(arch.logit_scale, arch.logit_cap, bias)
@@ -180,13 +194,16 @@ def _device(layer: nn.Module) -> torch.device:
     return next(layer.parameters()).device
 
 
+def is_finite(tensor: Tensor) -> bool:
+    """Return whether no element is NaN or infinite."""
+    ends = torch.aminmax(tensor) if tensor.numel() else ()  # copies nothing, unlike isfinite
+    return all(bool(end.isfinite()) for end in ends)  # NaN is either end
+
+
 def read(checkpoint: Checkpoint, name: str) -> Tensor:
     """Read a tensor as stored; CheckpointError when a value is not finite."""
     tensor = checkpoint.tensor(name)
-    ends = (
-        torch.aminmax(tensor) if tensor.numel() else ()
-    )  # copies nothing, unlike isfinite; NaN is either end
-    if not all(torch.isfinite(end) for end in ends):
+    if not is_finite(tensor):
         raise CheckpointError(
             f"{checkpoint.path}: {name} holds NaN or infinity; the checkpoint is damaged, download it again"
         )

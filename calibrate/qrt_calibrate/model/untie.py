@@ -18,7 +18,8 @@ class UntiedCheckpoint(Checkpoint):
     """
 
     def __init__(self, base: Checkpoint, arch: Arch) -> None:
-        self.path, self.quantization, self.base = base.path, base.quantization, base
+        self.path, self.base = base.path, base
+        self.entry, self.quantization = base.entry, base.quantization
         self.config = {**base.config, "tie_word_embeddings": False}
         if isinstance(text := base.config.get("text_config"), dict):
             self.config["text_config"] = {**text, "tie_word_embeddings": False}
@@ -26,6 +27,11 @@ class UntiedCheckpoint(Checkpoint):
         self._head, self._embedding = f"{arch.names.head}.weight", f"{arch.names.embed}.weight"
         if not base.has(self._head):
             self._shard_of[self._head] = base.shard(self._embedding)
+
+    @property
+    def adds_head(self) -> bool:
+        """Whether `base` stores no head."""
+        return not self.base.has(self._head)
 
     def spec(self, name: str) -> TensorSpec:
         """Return shape and dtype as stored."""

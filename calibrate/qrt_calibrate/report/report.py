@@ -111,6 +111,7 @@ class Report:
             "linears": chosen,
             "bits_per_weight": round(self.bits_per_weight, 4),
             "source_bytes": self.job.source.num_bytes,
+            "source_weights": self.job.origin,
             "stored_bytes": self.stored_bytes,
             "tuned": self.tuned,
             "cost": asdict(self.cost) if self.cost else None,

@@ -45,9 +45,14 @@ class Windows:
 
         self.streams.each(advance, exact, rounded)
 
-    def drift(self) -> dict[str, float]:
-        """Return the report's figures of how far the rounded states are from the exact ones."""
-        return drift_figures(torch.cat(self.streams.each(Share.drift), 1))
+    def drift(self, index: int) -> dict[str, float]:
+        """Return the report's figures of how far the rounded states are from the exact ones behind a layer.
+
+        CheckpointError where either are not finite.
+        """
+        squares = torch.cat(self.streams.each(Share.drift), 1)
+        self.executor.expect_finite(self.executor.layer_name(index), squares)
+        return drift_figures(squares)
 
     @torch.no_grad()
     def run_again(self, layers: int, read: Callable[[int], LayerResult]) -> None:

@@ -86,6 +86,7 @@ class Bench:
         """Go on to the next block, `block`."""
         self.block, self.sample = block, self.wanted
         self.wanted = self.run(self.exact)
+        self.executor.expect_finite(self.name, self.wanted)
 
     def within(self, stages: list[Stage]) -> list[Stage]:
         """Return those of a layer's stages that are in the block."""

@@ -47,6 +47,7 @@ def measure_cost(
         totals[1] += F.nll_loss(p, ids[1:], reduction="sum")
         totals[2] += F.kl_div(q, p, reduction="sum", log_target=True)
         totals[3] += (p.argmax(-1) == q.argmax(-1)).sum()
+        executor.expect_finite(executor.head_name, totals)
     tokens = (len(windows) - first) * (windows.shape[1] - 1)
     if not tokens:
         return None

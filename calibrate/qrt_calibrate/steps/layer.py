@@ -137,6 +137,7 @@ class LayerWork:
 
         With `fold` each expert's scales are searched and folded first.
         """
+        self._expect_finite(stage.parts, inputs)
         factors, folded = [], None
         for parts, own in zip(some, inputs, strict=True):
             factor = self._rounder.factor(own)
@@ -153,12 +154,19 @@ class LayerWork:
 
     def _quantize_stage(self, stage: Stage, moments: Moments, gradients: OutputMoments | None) -> None:
         """Fold and round the Linears of `stage`, whose input has `moments`."""
+        self._expect_finite(stage.parts, [moments])
         factor = self._rounder.factor(moments)
         if smooth := self._search.fold(stage, moments, factor, self._done, self._figures):
             self._search.check(smooth)
             factor = self._rounder.factor(moments)  # H became D^-1 H D^-1, which has another order
         data = self._rounder.round(self._weight(stage.parts), moments, factor, gradients, stage.grid)
         self._keep(stage, data, factor)
+
+    def _expect_finite(self, parts: Parts, inputs: Sequence[Moments]) -> None:
+        """Raise CheckpointError for inputs of the Linears `parts` that are not finite."""
+        bench = self._bench
+        sizes = torch.stack([own.mean_abs.sum() for own in inputs])
+        bench.executor.expect_finite(f"{bench.name}, in front of {parts[0]}", sizes)
 
     def _weight(self, parts: Parts) -> Tensor:
         """Return the stacked weights of `parts`."""

@@ -67,6 +67,7 @@ def _forward(executor: LayerExecutor, streams: Streams, states: Mapping[Share, T
     with torch.no_grad():
         for index in range(executor.num_layers):
             streams.each(partial(run, index), executor.load_stored(index))
+            executor.expect_finite(executor.layer_name(index), *states.values())
 
 
 def _backward(executor: LayerExecutor, streams: Streams, states: Mapping[Share, Tensor]) -> None:
@@ -82,6 +83,7 @@ def _backward(executor: LayerExecutor, streams: Streams, states: Mapping[Share, 
 
     for index in range(executor.num_layers - 1, 0, -1):
         streams.each(partial(run, index), executor.load_stored(index))
+        executor.expect_finite(f"{executor.layer_name(index)} (gradients)", *states.values())
     for share, own in states.items():
         assert share.gradients is not None
         share.gradients[0].copy_(own)

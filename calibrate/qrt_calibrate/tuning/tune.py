@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from qrt.errors import CheckpointError
 from qrt.quant.weight import WeightData
 from qrt_calibrate.tuning.drawing import cut_windows, drawn_windows
 from qrt_calibrate.tuning.parameters import Tuned, TunedNorm, TunedWeight, is_tuned_norm
@@ -67,6 +68,11 @@ def tune(
         for weight in weights.values():
             weight.requires_grad_()
         costs.append(_backward(model, {**fixed, **biases, **weights}, next(batches), next(text), share))
+        if not math.isfinite(costs[-1]):
+            raise CheckpointError(
+                f"{path}: expected finite predictions, got a KL of {costs[-1]} in step {step} of --tune, in "
+                f"{dtype}; leave --tune out"
+            )
         rate = min(1.0, step / WARMUP) * 0.5 * (1 + math.cos(math.pi * (step - 1) / steps))
         for name, own in ({f"{n}.weight": own for n, own in tuned.items()} | norms).items():
             gradient = weights.pop(name).grad
