@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import secrets
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qrt.errors import CheckpointError, ConfigError
+from qrt.errors import CheckpointError
 from qrt.folder import COPIED, INDEX, SINGLE
 from qrt.quant.checkpoint.folder import TensorFolder
 from qrt.quant.checkpoint.parts import Parts
+from qrt.quant.checkpoint.place import check_vacant, is_placed, move, withdraw, working_folder
 from qrt.quant.checkpoint.reader import Checkpoint
 from qrt.quant.checkpoint.shard import write_shard
 
@@ -37,12 +37,9 @@ class OutputFolder:
         self, out: Path, source: Checkpoint, plan: Mapping[str, Any] | None, max_shard_bytes: int
     ) -> None:
         out = out.resolve()
-        if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-            raise ConfigError(
-                f"{out}: already there and not an empty folder; remove it or choose another one"
-            )
-        suffix = "partial" if plan is not None else f"partial-{secrets.token_hex(4)}"
-        self.parts = Parts(out.with_name(f"{out.name}.{suffix}"), plan)
+        self.parts = Parts(working_folder(out), plan)
+        self.parts.check()
+        check_vacant(out, self.parts)
         self.files: dict[str, str] = {}
         self._out, self._source, self._max_shard_bytes = out, source, max_shard_bytes
         self._part: dict[str, Tensor] = {}  # the part being filled
@@ -52,6 +49,7 @@ class OutputFolder:
     def begin(self) -> None:
         """Make the working folder, or take up an earlier one."""
         self.parts.begin()
+        withdraw(self._out, self.parts)
         self._added = set(self.names())
 
     def names(self) -> list[str]:
@@ -96,17 +94,16 @@ class OutputFolder:
             missing = set(self._source.names()) - self._added - replaced - self._left_out
             assert not missing, f"never added: {sorted(missing)}"
             self._flush()
-            ready = self.parts.path.with_name(f"{self.parts.path.name}-{secrets.token_hex(4)}")
-            ready.mkdir()
             try:
-                self._fill(ready, quantization)
-                ready.rename(self._out)
+                self.parts.result.mkdir()
+                self._fill(self.parts.result, quantization)
+                move(self._out, self.parts)
             except OSError as error:
                 raise CheckpointError(f"{self._out}: cannot be written ({error.strerror})") from None
-            finally:
-                shutil.rmtree(ready, ignore_errors=True)  # already renamed unless something failed
         except BaseException:
-            self.abandon()
+            if not is_placed(self._out, self.parts):
+                withdraw(self._out, self.parts)
+                self.abandon()
             raise
         self.parts.remove()
         self.parts.close()
