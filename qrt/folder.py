@@ -6,25 +6,30 @@ This module imports no torch, so that a wrong folder is reported at once.
 from __future__ import annotations
 
 import json
+import os
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from qrt.errors import CheckpointError
 
 CONFIG = "config.json"
+TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PART = re.compile(r"-\d+-of-\d+\.safetensors$")
-TOKENIZER_FILES = (
-    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model",
-    "*.tiktoken", "tekken.json", "chat_template*", "additional_chat_templates/*",
+TOKENIZER_FILES = (  # of every class of tokenizers that transformers has
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "*vocab*", "merges.txt", "*.model", "*.spm",
+    "*.tiktoken", "*.tokenizer", "bpe.codes", "dict.txt", "emoji.json", "byte_maps.json", "normalizer.json",
+    "word_*.json", "tekken.json", "chat_template*", "additional_chat_templates/*",
+    "processor_config.json",  # may hold a chat template
 )  # fmt: skip
+PROCESSOR_FILES = ("*processor*_config.json", "*feature_extractor*_config.json", "*_tokenizer_config.json")
 MODULES = "modules.json"  # of sentence-transformers, whose modules have folders such as 1_Pooling
 COPIED = (
-    *TOKENIZER_FILES, "generation_config.json", "preprocessor_config.json", "processor_config.json",
-    MODULES, "config_sentence_transformers.json", "sentence_bert_config.json", "[0-9]*_*/config.json",
+    *TOKENIZER_FILES, *PROCESSOR_FILES, "generation_config.json", MODULES, "config_sentence_transformers.json",
+    "sentence_*_config.json", "[0-9]*_*/*",
 )  # fmt: skip
 # Files of AutoGPTQ, llm-awq and ModelOpt with a quantization config -> its quant_method
 SEPARATE_CONFIGS = {
@@ -34,6 +39,8 @@ SEPARATE_CONFIGS = {
 }
 OTHER_NAMES = ("consolidated", "adapter_model")  # Mistral's and Meta's own tensor names; an adapter's
 MAX_JSON_BYTES = 2**26  # an index of many thousand tensors has some 10 MB
+QUANTIZATION = ("quantization_config", "compression_config")  # the latter in old compressed-tensors
+PLAIN_FOLDER = re.compile(r"[\w.-]*\w")
 GGUF = "is GGUF, which qrt does not read; download the safetensors it was made from"
 
 
@@ -105,6 +112,45 @@ def no_weights(place: object, names: Collection[str]) -> CheckpointError:
         f"{place}: expected safetensors, got only {other[0]}; convert with transformers: "
         "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER), and likewise AutoTokenizer"
     )
+
+
+def beside_weights(folder: Path) -> list[Path]:
+    """Return the files of a model's folder that a copy with other weights needs too, its own code included.
+
+    Code lies in packages: folders on the way to it have names that Python can import.
+    """
+    found = {path for pattern in COPIED for path in folder.glob(pattern) if path.is_file()}
+    for module in _content_of_modules(folder):
+        found.update(path for path in (folder / module).rglob("*") if path.is_file())
+    for place, inside, files in os.walk(folder):
+        inside[:] = [name for name in inside if name.isidentifier() and name != "__pycache__"]
+        found.update(Path(place, name) for name in files if name.endswith(".py"))
+    return sorted(found)
+
+
+def _content_of_modules(folder: Path) -> list[str]:
+    """Return the folders of sentence-transformers' modules but the model's own, which is the root."""
+    listed = read_list(folder / MODULES) if is_file(folder / MODULES) else []
+    paths = [str(module.get("path") or "") for module in listed if isinstance(module, dict)]
+    return [path for path in paths if PLAIN_FOLDER.fullmatch(path)]
+
+
+def stated_quantization(config: Mapping[str, Any]) -> Any:
+    """Return what config.json says about quantization, for the whole model or for its text half; or None."""
+    text = config.get("text_config")
+    for part in (config, text if isinstance(text, Mapping) else {}):
+        for name in QUANTIZATION:
+            if part.get(name) is not None:
+                return part[name]
+    return None
+
+
+def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config.json that says nothing about quantization."""
+    kept = {key: value for key, value in config.items() if key not in QUANTIZATION}
+    if isinstance(text := kept.get("text_config"), Mapping):
+        kept["text_config"] = {key: value for key, value in text.items() if key not in QUANTIZATION}
+    return kept
 
 
 def read_json(path: Path) -> dict[str, Any]:

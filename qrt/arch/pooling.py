@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,11 +9,10 @@ from typing import Any
 
 from qrt.arch.read import architecture, body_of
 from qrt.errors import CheckpointError, ConfigError, UnsupportedError
-from qrt.folder import MODULES, is_file, read_json, read_list
+from qrt.folder import MODULES, PLAIN_FOLDER, is_file, read_json, read_list
 
 KINDS = ("last", "mean", "all")
 MODES = {"lasttoken": "last", "mean": "mean"}  # sentence-transformers' names of what a decoder has
-PLAIN_FOLDER = re.compile(r"[\w.-]*\w")
 # entries of config.json that `hf_overrides` may replace, as in vLLM
 OVERRIDES = (
     "architectures", "classifier_from_token", "method", "is_original_qwen3_reranker", "num_labels",

@@ -15,10 +15,9 @@ import tokenizers
 from tokenizers import AddedToken, processors
 
 from qrt.errors import CheckpointError, QrtError, UnsupportedError
-from qrt.folder import expect_at_most, is_file, read_json
-from qrt.text.token_settings import SETTINGS, TOKENIZER_CONFIG, Loaded, read_settings, with_settings
+from qrt.folder import TOKENIZER, TOKENIZER_CONFIG, expect_at_most, is_file, read_json
+from qrt.text.token_settings import SETTINGS, Loaded, read_settings, with_settings
 
-TOKENIZER = "tokenizer.json"
 # Entries of tokenizer_config.json with which transformers changes the tokenizer of tokenizer.json.
 ONLY_TRANSFORMERS = {"fast_tokenizer_files", "fix_mistral_regex"}
 MAX_TOKENIZER_BYTES = 2**28  # the largest vocabularies take 35 MB

@@ -13,9 +13,9 @@ import tokenizers
 from tokenizers import AddedToken
 from tokenizers.processors import TemplateProcessing
 
-from qrt.folder import is_file, read_json
+from qrt.folder import TOKENIZER_CONFIG, is_file, read_json
 
-TOKENIZER_CONFIG, SPECIAL_MAP, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
+SPECIAL_MAP, ADDED = "special_tokens_map.json", "added_tokens.json"
 SETTINGS = (TOKENIZER_CONFIG, SPECIAL_MAP, ADDED)
 NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 EXTRA = "extra_special_tokens"

@@ -6,6 +6,7 @@ import json
 import logging
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,18 @@ import torch
 from torch import Tensor
 
 from qrt.errors import CheckpointError
-from qrt.folder import COPIED, INDEX, SINGLE
+from qrt.folder import (
+    CONFIG,
+    INDEX,
+    SINGLE,
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    beside_weights,
+    read_json,
+    without_quantization,
+)
 from qrt.quant.checkpoint.folder import TensorFolder
+from qrt.quant.checkpoint.older import older_tokenizer, with_older_entries
 from qrt.quant.checkpoint.parts import Parts
 from qrt.quant.checkpoint.place import check_vacant, is_placed, move, withdraw, working_folder
 from qrt.quant.checkpoint.reader import Checkpoint
@@ -122,18 +133,28 @@ class OutputFolder:
                 "weight_map": dict(sorted(shard_of.items())),
             }
             (folder / INDEX).write_text(_json(index), encoding="utf-8")
-        config = {**self._source.config, "quantization_config": dict(quantization)}
-        config.pop("compression_config", None)  # the old name of quantization_config
+        config = with_older_entries(without_quantization(self._source.config))
+        config["quantization_config"] = dict(quantization)
         if config.get("tie_word_embeddings") and HEAD in tensors.names():  # a head of its own
             config["tie_word_embeddings"] = False
-        (folder / "config.json").write_text(_json(config), encoding="utf-8")
-        for path in sorted({path for pattern in COPIED for path in self._source.path.glob(pattern)}):
-            if path.is_file():
-                copy = folder / path.relative_to(self._source.path)
-                copy.parent.mkdir(exist_ok=True)
-                shutil.copyfile(path, copy)
+        (folder / CONFIG).write_text(_json(config), encoding="utf-8")
+        self._copy(folder)
         for name, content in self.files.items():
             (folder / name).write_text(content, encoding="utf-8")
+
+
+    def _copy(self, folder: Path) -> None:
+        """Copy the files beside the weights."""
+        for path in beside_weights(self._source.path):
+            copy = folder / path.relative_to(self._source.path)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, copy)
+        settings = folder / TOKENIZER_CONFIG
+        if settings.exists() and (folder / TOKENIZER).exists():
+            with suppress(CheckpointError):  # not JSON: copied as it is
+                given = read_json(settings)
+                if (changed := older_tokenizer(given)) != given:
+                    settings.write_text(_json(changed), encoding="utf-8")
 
 
 def _shards(tensors: TensorFolder, most: int) -> list[list[str]]:

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from qrt.errors import CheckpointError, UnsupportedError
-from qrt.folder import SEPARATE_CONFIGS, is_file, read_config, read_json
+from qrt.folder import SEPARATE_CONFIGS, is_file, read_config, read_json, stated_quantization
 from qrt.location import model_folder
 from qrt.quant.checkpoint.compressed_tensors import check_transforms
 from qrt.quant.checkpoint.cut import Cut, Slices
@@ -258,7 +258,7 @@ def open_checkpoint(path: str | Path, *, weights: bool = True) -> Checkpoint:
 
 def quantization_entry(path: Path, config: dict[str, Any]) -> dict[str, Any]:
     """Return the quantization_config with its quant_method; empty where there is none."""
-    entry = config.get("quantization_config")
+    entry = stated_quantization(config)
     entry = config.get("compression_config") if entry is None else entry  # old compressed-tensors
     if entry is None:
         file = next((file for file in SEPARATE_CONFIGS if is_file(path / file)), None)
