@@ -14,6 +14,9 @@ OWN_NAMES = {"gpt_neox": {THETA: "rotary_emb_base", PARTIAL: "rotary_pct"}}
 OWN_NAMES["gpt_neox_japanese"] = OWN_NAMES["gpt_neox"]
 FULL, LOCAL = "full_attention", "sliding_attention"
 LOCAL_THETA = {"gemma3_text": "rope_local_base_freq", "gemma3": "rope_local_base_freq"}
+# the entries, and no others, that these families take
+LONGROPE = {"phi3": ("type", "short_factor", "long_factor")}
+LONGROPE["phimoe"] = (*LONGROPE["phi3"], "short_mscale", "long_mscale", "original_max_position_embeddings")
 EXTRA, OLDER_EXTRA = "extra_special_tokens", "additional_special_tokens"
 
 
@@ -36,6 +39,9 @@ def with_older_entries(config: Mapping[str, Any]) -> dict[str, Any]:
         if entry.get(name) is not None:
             found[OWN_NAMES.get(kind, {}).get(name, name)] = entry[name]
     scaling = {key: own for key, own in whole.items() if key not in (THETA, PARTIAL)}
+    if kind in LONGROPE and "rope_type" in scaling and scaling["rope_type"] != "default":
+        scaling = {"type": scaling.pop("rope_type"), **scaling}
+        scaling = {key: own for key, own in scaling.items() if key in LONGROPE[kind]}
     if not found.get("rope_scaling") and scaling not in ({}, {"rope_type": "default"}):
         found["rope_scaling"] = scaling
     return found
@@ -46,7 +52,10 @@ def _is_part(value: Any, key: str) -> bool:
 
 
 def older_tokenizer(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tokenizer_config.json, beside a tokenizer.json, with a class and names that transformers 4 knows."""
+    """Return a tokenizer_config.json with a class and names that transformers 4 knows.
+
+    Beside it lies a tokenizer.json, which is all that the class reads.
+    """
     found = dict(config)
     if str(config.get("tokenizer_class")).endswith("Backend"):
         found["tokenizer_class"] = "PreTrainedTokenizerFast"
