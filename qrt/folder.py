@@ -28,8 +28,8 @@ TOKENIZER_FILES = (  # of every class of tokenizers that transformers has
 PROCESSOR_FILES = ("*processor*_config.json", "*feature_extractor*_config.json", "*_tokenizer_config.json")
 MODULES = "modules.json"  # of sentence-transformers, whose modules have folders such as 1_Pooling
 COPIED = (
-    *TOKENIZER_FILES, *PROCESSOR_FILES, "generation_config.json", MODULES, "config_sentence_transformers.json",
-    "sentence_*_config.json", "[0-9]*_*/*",
+    *TOKENIZER_FILES, *PROCESSOR_FILES, "generation_config.json", MODULES,
+    "config_sentence_transformers.json", "sentence_*_config.json", "[0-9]*_*/*",
 )  # fmt: skip
 # Files of AutoGPTQ, llm-awq and ModelOpt with a quantization config -> its quant_method
 SEPARATE_CONFIGS = {

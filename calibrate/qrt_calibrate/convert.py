@@ -12,6 +12,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from qrt.arch import Arch
+from qrt.arch.pooling import read_model
 from qrt.arch.read import read_arch
 from qrt.cli import ArgumentParser, add_hub_flags, run_main
 from qrt.errors import CheckpointError, UnsupportedError
@@ -22,7 +23,7 @@ from qrt.quant.checkpoint import Checkpoint, awq, gptq, open_checkpoint
 from qrt.quant.checkpoint.compressed_tensors import quantization_config, targets_of
 from qrt.quant.checkpoint.config_group import layout_of
 from qrt.quant.checkpoint.format import FLOATS, LEFT_OVER, codes_of, is_plain
-from qrt.quant.checkpoint.output import OutputFolder
+from qrt.quant.checkpoint.making.output import OutputFolder
 from qrt.quant.module_names import HEAD, REGEX, inner_names, inside_pattern, patterns_of
 from qrt.quant.packing import WORD_BITS
 from qrt.quant.spec import Codes, Granularity, QuantSpec
@@ -74,7 +75,7 @@ def convert(model: str | Path, target: str, out: Path, *, weight_only: bool = Fa
     source = open_checkpoint(model)
     if not source.quantization:
         raise UnsupportedError(f"{source.path}: not quantized; qrt-calibrate --model quantizes it")
-    arch = place_names(read_arch(source.config, source.path), source)
+    arch = place_names(read_model(source.config, source.path), source)
     modules, dtype = _linears(source, arch), _dtype(source, arch)
     _expect_plain(source, arch)
     if target != "compressed-tensors" and arch.names.head in modules:

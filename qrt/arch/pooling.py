@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qrt.arch.read import architecture, body_of
+from qrt.arch.base import Arch
+from qrt.arch.read import architecture, body_of, read_arch
 from qrt.errors import CheckpointError, ConfigError, UnsupportedError
 from qrt.folder import MODULES, PLAIN_FOLDER, is_file, read_json, read_list
 
@@ -67,6 +68,20 @@ def overridden(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[
     return {**config, **overrides}
 
 
+def pools(config: Mapping[str, Any], folder: Path) -> bool:
+    """Return whether the model in `folder` pools if nobody asks for anything else.
+
+    It does if its architecture has no head of a vocabulary, or if sentence-transformers' modules.json pools.
+    """
+    return body_of(architecture(config, folder)) is not None or "Pooling" in map(_type, _listed(folder))
+
+
+def read_model(config: Mapping[str, Any], folder: Path) -> Arch:
+    """Return the architecture of the model in `folder`, without its head if the model `pools`."""
+    arch = read_arch(config, folder)
+    return arch.without_head() if pools(config, folder) and not arch.headless else arch
+
+
 def read_pooling(
     config: Mapping[str, Any],
     folder: Path,
@@ -78,8 +93,7 @@ def read_pooling(
     """Return how the model in `folder` pools; None for one that generates.
 
     config    its config.json
-    runner    "generate", "pooling", or "auto": the model pools if it has no head of a vocabulary, or has
-              sentence-transformers' modules.json
+    runner    "generate", "pooling", or "auto": what the model does by itself (`pools`)
     convert   "embed", "classify", "reward", or "auto" and "none": by the architecture's name
     pooler    entries that replace the files': "pooling_type" and "normalize"
 
@@ -87,13 +101,13 @@ def read_pooling(
     """
     name = architecture(config, folder)
     modules, asked = _modules(folder), convert not in ("auto", "none")
-    pools = body_of(name) is not None or modules is not None or asked or bool(pooler)
+    by_itself = pools(config, folder) or asked or bool(pooler)
     if runner == "generate":
         if body_of(name) is not None or asked:
             got = f"convert {convert!r}" if asked else f"{name}, which has no head of a vocabulary"
             raise ConfigError(f"runner: expected 'pooling' with {got}, got 'generate'; leave it out")
         return None
-    if runner == "auto" and not pools:
+    if runner == "auto" and not by_itself:
         return None
     job = convert if asked else _job_of(name)
     given = _given(pooler or {})
@@ -168,13 +182,9 @@ def _dimensions(config: Mapping[str, Any]) -> tuple[int, ...] | None:
 
 def _modules(folder: Path) -> dict[str, Any] | None:
     """Return kind and normalization as sentence-transformers' modules.json says; None without it."""
-    path = folder / MODULES
-    if not is_file(path):
-        return None
-    listed = read_list(path)
     kind, normalize = None, False
-    for module in listed:  # a folder and a type each
-        name = str(module.get("type", "") if isinstance(module, Mapping) else "").rpartition(".")[2]
+    for module in _listed(folder):
+        name = _type(module)
         match name:
             case "Transformer":
                 pass
@@ -184,10 +194,19 @@ def _modules(folder: Path) -> dict[str, Any] | None:
                 normalize = True
             case _:
                 raise UnsupportedError(
-                    f"{path}: expected Transformer, Pooling and Normalize, got {name or module!r:.80}; qrt "
-                    "runs no other modules"
+                    f"{folder / MODULES}: expected Transformer, Pooling and Normalize, got "
+                    f"{name or module!r:.80}; qrt runs no other modules"
                 )
     return None if kind is None else {"kind": kind, "normalize": normalize}
+
+
+def _listed(folder: Path) -> list[Any]:
+    """Return sentence-transformers' modules, a folder and a type each; none without modules.json."""
+    return read_list(folder / MODULES) if is_file(folder / MODULES) else []
+
+
+def _type(module: Any) -> str:
+    return str(module.get("type", "") if isinstance(module, Mapping) else "").rpartition(".")[2]
 
 
 def _kind(folder: Path, name: str) -> str:

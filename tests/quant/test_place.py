@@ -13,9 +13,10 @@ from safetensors.torch import save_file
 
 from qrt.errors import CheckpointError, ConfigError
 from qrt.folder import SINGLE
-from qrt.quant.checkpoint import open_checkpoint, place
+from qrt.quant.checkpoint import open_checkpoint
 from qrt.quant.checkpoint.folder import TensorFolder
-from qrt.quant.checkpoint.output import OutputFolder
+from qrt.quant.checkpoint.making import place
+from qrt.quant.checkpoint.making.output import OutputFolder
 
 CHANGES = {"os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.truncate", "shutil.move", "shutil.copyfile"}
 PLANS = {"resumed": {"seed": 0}, "begun anew": None}

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from qrt.arch import Arch
-from qrt.arch.read import read_arch
+from qrt.arch.pooling import read_model
 from qrt.errors import CheckpointError, ConfigError, UnsupportedError
 from qrt.folder import read_config
 from qrt.location import model_folder
@@ -137,7 +137,7 @@ def source_folder(
 
     def check(folder: Path) -> None:
         config = read_config(folder)
-        _architecture(config, model)
+        _architecture(config, folder)
         if not any(folder.glob("*.safetensors")):  # of the Hub: tensors, which would tell, are not there yet
             _expect_floats(quantization_entry(folder, config), model)
 
@@ -168,6 +168,11 @@ def plan(checkpoint: Checkpoint, recipe: Recipe, *devices: torch.device) -> Job:
     recipe, notes = choose_groups(checkpoint, matched(arch, recipe, others), recipe)
     grids = select(arch, recipe, others)
     if recipe.head:
+        if arch.headless:
+            raise UnsupportedError(
+                f"--head-bits: expected a model with a head of its vocabulary, got {arch.name}, which pools; "
+                "leave it out"
+            )
         if arch.unit_head or arch.names.head != HEAD:
             why = "normalizes its rows" if arch.unit_head else f"calls it {arch.names.head}"
             raise UnsupportedError(
@@ -206,9 +211,9 @@ def _expect_floats(entry: Mapping[str, Any], model: object) -> None:
     )
 
 
-def _architecture(config: Mapping[str, Any], model: str | Path) -> Arch:
+def _architecture(config: Mapping[str, Any], folder: Path) -> Arch:
     """Return the architecture that a config.json names; UnsupportedError for one that is not calibrated."""
-    arch = read_arch(config, model)
+    arch = read_model(config, folder)
     if (fact := uncalibrated(arch)) is not None:
         raise UnsupportedError(f"{arch.name}: qrt-calibrate does not know its {fact}; llm-compressor may")
     return arch

@@ -15,7 +15,7 @@ from qrt.quant import progressive
 from qrt.quant.checkpoint.compressed_tensors import quantization_config, target_of
 from qrt.quant.checkpoint.config_group import layout_of
 from qrt.quant.checkpoint.folder import TensorFolder
-from qrt.quant.checkpoint.output import OutputFolder
+from qrt.quant.checkpoint.making.output import OutputFolder
 from qrt.quant.checkpoint.reader import Checkpoint
 from qrt.quant.spec import QuantSpec
 from qrt.quant.weight import WEIGHT_SCHEMES, WeightData

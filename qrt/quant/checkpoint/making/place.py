@@ -1,4 +1,4 @@
-"""The place of a finished checkpoint: a new folder, an empty one, or an empty volume that is mounted there."""
+"""The place of a finished checkpoint: a new folder, an empty one, or an empty volume mounted there."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from qrt.errors import ConfigError
 from qrt.folder import CONFIG
-from qrt.quant.checkpoint.parts import Parts
+from qrt.quant.checkpoint.making.parts import Parts
 
 INSIDE = ".partial"  # the working folder inside a volume
 VOLUME = ("lost+found",)  # what an empty volume of its own may hold
@@ -17,7 +17,7 @@ MOUNTED = (errno.EBUSY, errno.EXDEV, errno.ENOTEMPTY)  # no folder can be moved 
 
 
 def working_folder(out: Path) -> Path:
-    """Return where the parts of `out` lie: beside it, or inside a volume or where nothing beside it may be."""
+    """Return where the parts of `out` lie: beside it, or inside it: a volume, or under a closed parent."""
     inside = out.is_dir() and (os.path.ismount(out) or not os.access(out.parent, os.W_OK))
     return out / INSIDE if inside else out.with_name(f"{out.name}.partial")
 

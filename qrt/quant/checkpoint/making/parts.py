@@ -92,7 +92,7 @@ class Parts:
             return False
 
     def _take_up(self, found: Mapping[str, Any]) -> None:
-        """Take up the finished steps; leave them out if they are of no plan, and can be made again at once."""
+        """Take up the finished steps; leave out those of a run without a plan, which are soon made again."""
         if found["plan"] is None:
             return
         steps = [(path.stem, read_json(path)) for path in self.path.glob("*.json") if _is_step(path)]

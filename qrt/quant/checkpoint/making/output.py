@@ -25,9 +25,9 @@ from qrt.folder import (
     without_quantization,
 )
 from qrt.quant.checkpoint.folder import TensorFolder
-from qrt.quant.checkpoint.older import older_tokenizer, with_older_entries
-from qrt.quant.checkpoint.parts import Parts
-from qrt.quant.checkpoint.place import check_vacant, is_placed, move, withdraw, working_folder
+from qrt.quant.checkpoint.making.older import older_tokenizer, with_older_entries
+from qrt.quant.checkpoint.making.parts import Parts
+from qrt.quant.checkpoint.making.place import check_vacant, is_placed, move, withdraw, working_folder
 from qrt.quant.checkpoint.reader import Checkpoint
 from qrt.quant.checkpoint.shard import write_shard
 
@@ -141,7 +141,6 @@ class OutputFolder:
         self._copy(folder)
         for name, content in self.files.items():
             (folder / name).write_text(content, encoding="utf-8")
-
 
     def _copy(self, folder: Path) -> None:
         """Copy the files beside the weights."""
