@@ -122,9 +122,9 @@ class LLM(PoolingCalls):
         priority          one integer per prompt; the smallest runs first with that scheduling policy
         others            vLLM's arguments that qrt does not have
 
-        A completion whose own shape (`structured_outputs`) cannot be kept, or for which the model gives NaN or
-        infinity, ends with finish_reason "error" and says why in `error`; the others go on. QrtError if no
-        prompt has another end: ConfigError where its shape is wrong.
+        A completion whose own shape (`structured_outputs`) cannot be kept, or for which the model gives NaN,
+        ends with finish_reason "error" and says why in `error`; the others go on. QrtError if no prompt has
+        another end: ConfigError where its shape is wrong.
 
         Raises ConfigError for a prompt that does not fit, UnsupportedError for an argument of `others` that
         would change something, QrtError when a step fails.

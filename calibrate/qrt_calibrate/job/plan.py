@@ -168,17 +168,7 @@ def plan(checkpoint: Checkpoint, recipe: Recipe, *devices: torch.device) -> Job:
     recipe, notes = choose_groups(checkpoint, matched(arch, recipe, others), recipe)
     grids = select(arch, recipe, others)
     if recipe.head:
-        if arch.headless:
-            raise UnsupportedError(
-                f"--head-bits: expected a model with a head of its vocabulary, got {arch.name}, which pools; "
-                "leave it out"
-            )
-        if arch.unit_head or arch.names.head != HEAD:
-            why = "normalizes its rows" if arch.unit_head else f"calls it {arch.names.head}"
-            raise UnsupportedError(
-                f"--head-bits: expected a head that other engines read quantized, got {arch.name}, which "
-                f"{why}; leave it out"
-            )
+        _check_head(arch)
         checkpoint, arch = UntiedCheckpoint(checkpoint, arch), replace(arch, tied_embeddings=False)
     job = Job(checkpoint, arch, recipe, devices, grids, notes)
     check_groups(checkpoint, job.grids)
@@ -194,6 +184,21 @@ def plan(checkpoint: Checkpoint, recipe: Recipe, *devices: torch.device) -> Job:
         if recipe.tune and WEIGHT_SCHEMES[grid.scheme].int8_tokens:
             raise ConfigError(f"--tune: expected a weight-only scheme, got {grid.scheme}; leave it out")
     return job
+
+
+def _check_head(arch: Arch) -> None:
+    """Raise UnsupportedError for a model whose head cannot be quantized."""
+    if arch.headless:
+        raise UnsupportedError(
+            f"--head-bits: expected a model with a head of its vocabulary, got {arch.name}, which pools; "
+            "leave it out"
+        )
+    if arch.unit_head or arch.names.head != HEAD:
+        why = "normalizes its rows" if arch.unit_head else f"calls it {arch.names.head}"
+        raise UnsupportedError(
+            f"--head-bits: expected a head that other engines read quantized, got {arch.name}, which "
+            f"{why}; leave it out"
+        )
 
 
 def _expect_floats(entry: Mapping[str, Any], model: object) -> None:

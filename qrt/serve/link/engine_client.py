@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 
 from qrt.engine.schedule.output import Cause, StepDelta, merge
 from qrt.engine.schedule.request import FinishReason
-from qrt.errors import QrtError
+from qrt.errors import ConfigError, QrtError
 from qrt.serve.link.messages import (
     Abort,
     Add,

@@ -14,6 +14,7 @@ from fake_grammars import FakeBatch, FakeGrammars, FakeMatcher, rule
 from cases import one_in
 from qrt.engine.constrain import constraints
 from qrt.engine.schedule import admission, lookahead
+from qrt.engine.schedule.output import Cause
 from qrt.engine.schedule.request import FinishReason
 from qrt.errors import ConfigError
 from qrt.mem import windows
@@ -193,7 +194,7 @@ def test_errors_in_a_thread_end_the_request(late, monkeypatch):
     engine.add("free", [1], GREEDY)
     deltas = run(engine)
     reason = "its grammar took longer than 0 s for one token" if late else "broken"
-    assert deltas["shaped"][-1].own and reason in deltas["shaped"][-1].error
+    assert deltas["shaped"][-1].cause is Cause.REQUEST and reason in deltas["shaped"][-1].error
     assert not engine.failed_steps
     assert tokens(deltas["free"]) == expected([1], GREEDY)[0]
 
