@@ -8,7 +8,7 @@ LM_EVAL := lm-eval accelerate colorama lxml portalocker psutil sacrebleu tabulat
 # Modules are compiled when first imported, and kept: not all that is installed, nor the same at every start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test exhaustive ptx real lint docs audit
+.PHONY: demo test exhaustive gpu ptx real lint docs audit
 
 demo: .venv/installed
 	$(BIN)/python -m qrt_eval.demo
@@ -19,6 +19,13 @@ test: .venv/installed
 # The suite with all of the many alike, such as every family calibrated in every scheme: an hour on two cores.
 exhaustive: .venv/installed
 	QRT_TEST_EXHAUSTIVE=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+
+# Every test that uses a GPU, on the one that is here, in parts of at most ten minutes; PART=attention runs one. The
+# record is eval/results/DEVICE/tests.json, which docs/kernels.md shows. PYTHON_GPU names another environment.
+PYTHON_GPU ?= $(BIN)/python
+gpu:
+	$(PYTHON_GPU) tools/gpu_tests.py $(if $(PART),--part $(PART))
+	$(PYTHON_GPU) tools/gpu_tests.py --page
 
 # The kernels as they are compiled for Hopper, executed on the CPU: the tests marked `ptx` (see tools/ptx/README.md).
 ptx: .venv/installed

@@ -1,8 +1,9 @@
 """Share settings and fixtures between all tests.
 
 Without a GPU, `gpu` tests skip and Triton runs in its interpreter. QRT_TEST_PTX executes what Triton compiles
-instead (tools/ptx): `some` runs the tests marked `ptx`, exhaustive ones too, `all` runs all. Tests of the
-`real` model skip until it is made, and `exhaustive` ones unless QRT_TEST_EXHAUSTIVE is set.
+instead (tools/ptx): `some` runs the tests marked `ptx`, exhaustive ones too, `all` runs all. With
+QRT_TEST_GPU=only the tests that use no GPU are left out (tools/gpu_tests.py). Tests of the `real` model skip
+until it is made, and `exhaustive` ones unless QRT_TEST_EXHAUSTIVE is set.
 """
 
 import gc
@@ -27,6 +28,7 @@ from pairs import covering, numbered
 from ptx import launch
 from qrt.engine.garbage import short_collections
 
+GPU_ONLY = os.environ.get("QRT_TEST_GPU") == "only"
 EXHAUSTIVE = os.environ.get("QRT_TEST_EXHAUSTIVE") == "1"
 kept_short = ExitStack()  # that keeps garbage collections short while it is open
 
@@ -51,6 +53,10 @@ def pytest_collection_modifyitems(config, items):
         small = small if EXHAUSTIVE else _in_turn(small)
         config.hook.pytest_deselected(items=[item for item in items if item not in small])
         items[:] = small
+    if GPU_ONLY:
+        using = [item for item in items if _uses_gpu(item)]
+        config.hook.pytest_deselected(items=[item for item in items if not _uses_gpu(item)])
+        items[:] = using
     for item in items:
         executed = PTX and PTX_SM == 90 and _is_small(item)
         if item.get_closest_marker("gpu") and not GPU and not executed:

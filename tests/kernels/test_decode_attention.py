@@ -161,8 +161,8 @@ def test_no_block_multiplies_by_warp_groups():
 
 @pytest.mark.gpu
 @FORMATS
-@pytest.mark.parametrize("group", [1, 3, 4, 5, 8, 9, 16])
-@pytest.mark.parametrize("requests", [1, 2, 4, 17, 33, 48, 128, 192])
+@pytest.mark.parametrize("group", [1, 3, 4, 5, 8, 9, 12, 16])
+@pytest.mark.parametrize("requests", [1, 2, 4, 16, 17, 33, 48, 128, 192])
 def test_measured_block_of_every_group(device, name, group, requests):
     """A compiler may fail at a block that others run; odd numbers of KV heads are not attended in pairs."""
     for Hkv in (1, 2):

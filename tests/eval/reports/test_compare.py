@@ -168,7 +168,7 @@ def test_recorded_results_compare_with_themselves(capsys):
     from pathlib import Path
 
     recorded = sorted((Path(__file__).parents[3] / "eval/results").rglob("*.json"))
-    others = ("calibration_", "grammar_answers", "steps_", "storm")  # not qrt-eval's
+    others = ("calibration_", "grammar_answers", "steps_", "storm", "tests")  # not qrt-eval's
     files = [file for file in recorded if not file.name.startswith(others)]
     for file in files:
         result = load(str(file))

@@ -1,0 +1,59 @@
+"""The record of `make gpu`: read from pytest's report, joined on the same code alone, shown in docs/kernels.md."""
+
+import json
+
+import pytest
+
+import gpu_tests
+
+REPORT = """<testsuites><testsuite><testcase classname="tests.kernels.test_a" name="test_good[1]"/>
+<testcase classname="tests.kernels.test_a" name="test_bad"><failure>no</failure></testcase>
+<testcase classname="tests.kernels.test_a" name="test_bad"><error>no</error></testcase>
+<testcase classname="tests.mem.test_b" name="test_left"><skipped/></testcase></testsuite></testsuites>"""
+
+
+def part(**other):
+    return {"passed": 3, "skipped": 0, "failed": [], "seconds": 9, "finished": True, **other}
+
+
+def record(**other):
+    about = {"device": "NVIDIA H200", "commit": "0123456789", "versions": {"torch": "2.11", "triton": "3.6"}}
+    files = gpu_tests.file_hashes()
+    return {"date": "2026-11-29T00:00:00", "environment": about, "parts": {}, "files": files, **other}
+
+
+def test_a_report_names_what_failed(tmp_path):
+    (tmp_path / "r.xml").write_text(REPORT)
+    found = gpu_tests.read_junit(tmp_path / "r.xml")
+    assert found == {"passed": 1, "skipped": 1, "failed": ["tests/kernels/test_a.py::test_bad"]}
+
+
+def test_parts_on_other_code_are_dropped():
+    files = {"qrt/mem/slots.py": "a"}
+    old = {"files": files, "parts": {"linear": part(), "models": part()}}
+    new = {"models": part(passed=5)}
+    assert gpu_tests.merged(old, files, new) == {"linear": part(), "models": part(passed=5)}
+    assert gpu_tests.merged(old, {"qrt/mem/slots.py": "b"}, new) == new == gpu_tests.merged(None, files, new)
+
+
+def test_a_record_says_what_failed_was_cut_off_and_has_changed():
+    files = {**gpu_tests.file_hashes(), "qrt/mem/slots.py": "old", "qrt/mem/gone.py": "x"}
+    del files["qrt/engine/engine.py"]
+    text = gpu_tests.text_of(record(parts={"linear": part(failed=["t.py::x"], finished=False)}, files=files))
+    assert "| linear | 3 | 0 | 1, cut off | 9 |" in text and "| models | not run" in text
+    assert "Failed: `t.py::x`." in text
+    assert "Changed since: `qrt/engine/engine.py`, `qrt/mem/gone.py`, `qrt/mem/slots.py`." in text
+
+
+def test_all_tests_of_kernels_are_in_one_part():
+    named = [path for paths in gpu_tests.PARTS.values() for path in paths]
+    assert len(named) == len(set(named)) and all((gpu_tests.ROOT / path).exists() for path in named)
+    assert "tests/kernels" in gpu_tests.PARTS["elementwise"]
+
+
+@pytest.mark.skipif(not list(gpu_tests.RESULTS.glob("*/tests.json")), reason="make gpu has recorded nothing")
+def test_the_page_shows_the_last_record():
+    """After a change of these folders: python tools/gpu_tests.py --page."""
+    last = gpu_tests.newest_record()
+    assert gpu_tests.PAGE.read_text() == gpu_tests.page_with(last)
+    assert json.dumps(last) and last["environment"]["cuda"]
