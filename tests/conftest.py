@@ -63,7 +63,7 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
         if item.get_closest_marker("real") and not real_model.is_there():
             item.add_marker(pytest.mark.skip(reason=real_model.MISSING))
-    if not (EXHAUSTIVE or GPU or PTX):
+    if not (EXHAUSTIVE or PTX):
         _mark_all_but_pairs(items)
     for item in items:
         if item.get_closest_marker("exhaustive") and not (EXHAUSTIVE or PTX_TESTS == "some"):

@@ -1,4 +1,4 @@
-"""The record of `make gpu`: read from pytest's report, joined on the same code alone, shown in docs/kernels.md."""
+"""The record of `make gpu`: from pytest's report, joined on the same code alone, shown in docs/kernels.md."""
 
 import json
 
