@@ -8,6 +8,7 @@ Importing this package touches neither CUDA nor Triton; the names below load on 
 """
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from qrt.version import __version__
@@ -45,6 +46,8 @@ __all__ = [
     "calibrate",
     "quantize",
 ]
+if find_spec("prometheus_client") is None:  # without [serve], `import *` and help() have the rest
+    __all__.remove("AsyncLLM")
 
 # The root stands above all floors, the calibrator's too. Apart from the version it imports them on first use.
 _LAZY = {

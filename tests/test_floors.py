@@ -1,6 +1,7 @@
 """A module imports its own floor and lower ones, never higher (docs/architecture.md#floors)."""
 
 import ast
+import sys
 from collections import Counter
 from collections.abc import Mapping
 from functools import cache
@@ -8,6 +9,8 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+
+from distributions import packages_of
 
 ROOT = Path(__file__).parent.parent
 FLOORS: dict[str, float] = {  # fractions are the rooms of a floor, lower rooms first
@@ -45,6 +48,11 @@ TORCH_FREE = (
     "qrt.peer_fields", "qrt.hub", "qrt.hub_errors", "qrt.location", "qrt.engine.preflight",
     "qrt.engine.schedule", "qrt.serve",
 )  # fmt: skip
+
+EXTRAS = {  # who may import what only an extra brings
+    "qrt.serve": "serve", "qrt.serve.ray_serve": "ray", "qrt_eval.quality.lm": "lm",
+    "qrt_eval.quality.lm_model": "lm", "qrt_eval.reports.picture": "plot", "qrt_eval.reports.pareto": "plot",
+}  # fmt: skip
 
 
 @cache
@@ -155,6 +163,17 @@ def test_triton_only_in_kernels_their_launchers_and_device_files():
         if any(n.split(".")[0] == "triton" for n in imports(path)):
             launches = module in ("qrt.kernels.launch", "qrt.kernels.descriptor")
             assert launches or module.endswith((".kernel", "_kernel", ".device")), f"{module} imports triton"
+
+
+@pytest.mark.parametrize("package", ["qrt", "qrt_calibrate", "qrt_eval"])
+def test_only_what_an_extra_brings_needs_it(package):
+    """Elsewhere every import, inside functions too, is of what `pip install qrt` brings."""
+    own = sys.stdlib_module_names | {"qrt", "qrt_calibrate", "qrt_eval"}
+    for module, path in modules().items():
+        if module.partition(".")[0] == package:
+            names = [extra for start, extra in EXTRAS.items() if f"{module}.".startswith(f"{start}.")]
+            foreign = {name.partition(".")[0] for name in imports(path)} - own - {""}
+            assert not foreign - packages_of(*names), f"{module} ({names or 'no extra'})"
 
 
 def test_torch_free_floors():

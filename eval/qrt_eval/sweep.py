@@ -30,7 +30,7 @@ from qrt_eval.quality import kld
 from qrt_eval.quality.forward import CHUNK_TOKENS
 from qrt_eval.quality.partial import PartialResult
 from qrt_eval.quality.reference import Reference
-from qrt_eval.reports import pareto
+from qrt_eval.reports import pareto, picture
 from qrt_eval.reports.page import write_page
 from qrt_eval.results.console import show
 from qrt_eval.results.record import checkpoint_sha256, command_facts, engine_facts, environment, write_json
@@ -120,7 +120,7 @@ def _given(arguments: Namespace, weights: Sequence[str]) -> dict[str, str]:
 
 def run(arguments: Namespace) -> None:
     """Run `qrt-eval sweep`: measure every cell, then write table, result, picture and report."""
-    pareto.require()  # fails now instead of after an hour of work
+    picture.require()  # fails now instead of after an hour of work
     sweep = Sweep.read(arguments)
     check_output("--out", sweep.result)
     partial = PartialResult(sweep.result)

@@ -7,6 +7,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,7 +16,6 @@ from qrt.engine.build import build, devices_of
 from qrt.engine.check import RequestCheck
 from qrt.engine.constrain.constraints import Constraints
 from qrt.engine.preflight import Preflight, preflight
-from qrt.engine.ranks.group import RankGroup
 from qrt.engine.schedule.output import Cause, StepDelta
 from qrt.engine.schedule.plan import Plan
 from qrt.engine.schedule.request import FinishReason
@@ -32,6 +32,9 @@ from qrt.model.decoder import Decoder
 from qrt.request.structured_outputs import StructuredOutputsParams
 from qrt.request.thinking import Thinking
 from qrt.sampling_params import SamplingParams
+
+if TYPE_CHECKING:  # only ranks need what it imports
+    from qrt.engine.ranks.group import RankGroup
 
 logger = logging.getLogger(__name__)
 
@@ -316,7 +319,11 @@ class Engine:
 def _group_of(config: EngineConfig) -> RankGroup | None:
     """Start the ranks of `config` beside this process's own, if there is more than one."""
     devices = devices_of(config)
-    return RankGroup(config, devices) if len(devices) > 1 else None
+    if len(devices) == 1:
+        return None
+    from qrt.engine.ranks.group import RankGroup
+
+    return RankGroup(config, devices)
 
 
 def _leave(group: RankGroup, runner: Runner) -> None:

@@ -13,22 +13,22 @@ import json
 from dataclasses import fields
 from typing import Any
 
-from fastapi import FastAPI
-
 from qrt.async_llm import AsyncLLM
 from qrt.errors import ConfigError, UnsupportedError
 from qrt.llm import engine_config
 from qrt.location import EXPECTED, api_name
 from qrt.registry import nearest
-from qrt.serve.http.service import Service
 from qrt.serve.link.metric_names import MetricNames
-from qrt.serve.routes.app import create_app
 from qrt.serve.settings import ServerConfig
 
 try:
+    from fastapi import FastAPI
     from ray import serve
+
+    from qrt.serve.http.service import Service
+    from qrt.serve.routes.app import create_app
 except ImportError as error:
-    raise UnsupportedError("ray is not installed; pip install 'qrt[serve,ray]'") from error
+    raise UnsupportedError(f"{error.name} is not installed; pip install 'qrt[serve,ray]'") from error
 
 SERVER_FIELDS = {field.name for field in fields(ServerConfig)}
 

@@ -3,15 +3,14 @@
 import json
 import re
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 import pytest
 import yaml
-from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import qrt.serve
+from distributions import extras, needs
 from qrt.engine.engine import Engine
 from qrt.serve.command.cli import server_config
 from qrt.serve.command.flags import parse
@@ -126,23 +125,10 @@ def test_the_image_is_built_from_the_source_alone():
     assert "qrt/serve/deploy" in rules and (DEPLOY / "keys.txt").parent == ROOT / "qrt/serve/deploy"
 
 
-def needs(name: str, extras: set[str], found: set[str]) -> set[str]:
-    """`found` and all that an installed distribution needs in turn."""
-    for line in distribution(name).requires or []:
-        need = Requirement(line)
-        wanted = need.marker is None or any(need.marker.evaluate({"extra": e}) for e in {"", *extras})
-        if wanted and canonicalize_name(need.name) not in found:
-            found.add(canonicalize_name(need.name))
-            try:
-                needs(need.name, need.extras, found)
-            except PackageNotFoundError:
-                pytest.fail(f"{need.name}, which {name} needs, is not installed")
-    return found
-
-
 def test_every_dependency_of_the_image_is_pinned():
     pins = re.findall(r"^([\w.-]+)==[\w.]+$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
-    wanted = needs("qrt", {"serve"}, set())
-    assert len(wanted) > 50 and not wanted - set(map(canonicalize_name, pins))
+    wanted = needs(extras("serve"))
+    assert len(wanted) > 50 and all(wanted.values())
+    assert not wanted.keys() - set(map(canonicalize_name, pins))
     installs = re.findall(r"pip install (.*)", (DEPLOY / "Dockerfile").read_text())
     assert len(installs) == 2 and all("--constraint constraints.txt" in line for line in installs)

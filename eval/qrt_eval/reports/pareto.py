@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from qrt.errors import UnsupportedError
-from qrt_eval.reports.picture import STYLE, fingerprint
+from qrt.cli import run_main
+from qrt_eval.reports.picture import STYLE, fingerprint, require
 
 COLORS = {
     "fp16": "#000000",
@@ -28,16 +28,9 @@ OTHER = "#777777"
 LINEAR_BELOW = 3.0  # the KL axis is linear from zero up to a third of the smallest value
 
 
-def require() -> None:
-    """Raise UnsupportedError if matplotlib is not installed."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise UnsupportedError("picture: expected matplotlib, got none; pip install 'qrt[plot]'") from error
-
-
 def draw(result: Path, *targets: Path) -> None:
     """Draw a sweep's result file to each of `targets` (.svg, .png); the same file gives the same bytes."""
+    require()
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -126,6 +119,15 @@ def _plain(name: str) -> str:
     return "16-bit" if name == "fp16" else name
 
 
+def main(words: Iterable[str]) -> int:
+    """Run `python -m qrt_eval.reports.pareto RESULT.json ...`; return the exit code."""
+
+    def draw_all() -> None:
+        for name in words:
+            draw(Path(name), Path(name).with_suffix(".svg"))
+
+    return run_main(draw_all)
+
+
 if __name__ == "__main__":
-    for name in sys.argv[1:]:
-        draw(Path(name), Path(name).with_suffix(".svg"))
+    sys.exit(main(sys.argv[1:]))

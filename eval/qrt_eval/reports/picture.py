@@ -14,6 +14,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from qrt.cli import run_main
+from qrt.errors import UnsupportedError
+
 RESULT = Path("eval/results/h200/kernels_llama-3-8b.json")
 
 
@@ -58,8 +61,17 @@ def fingerprint(result: Path) -> str:
     return "sha256:" + hashlib.sha256(result.read_bytes()).hexdigest()
 
 
+def require() -> None:
+    """Raise UnsupportedError if matplotlib is not installed."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise UnsupportedError("picture: expected matplotlib, got none; pip install 'qrt[plot]'") from error
+
+
 def draw(result: Path, target: Path) -> None:
     """Draw the products and decode attention of a result file; the same file gives the same bytes."""
+    require()
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -153,11 +165,11 @@ def _mark_times(axes: Any, axis: str) -> None:
     axes.set_axisbelow(True)
 
 
-def main(words: Iterable[str]) -> None:
-    """Run `python -m qrt_eval.reports.picture [RESULT.json]`."""
+def main(words: Iterable[str]) -> int:
+    """Run `python -m qrt_eval.reports.picture [RESULT.json]`; return the exit code."""
     result = Path(next(iter(words), RESULT))
-    draw(result, result.with_name("kernels.svg"))
+    return run_main(lambda: draw(result, result.with_name("kernels.svg")))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))

@@ -26,7 +26,7 @@ import msgspec
 import torch
 
 from qrt.config import EngineConfig
-from qrt.engine.ranks.orders import Draw, Forward, Launch, OrderSender
+from qrt.engine.ranks.orders import OrderKind, OrderSender
 from qrt.engine.schedule.plan import Plan
 from qrt.kernels.peers import Peers
 
@@ -95,7 +95,7 @@ class RankGroup:
         return orders
 
     @contextmanager
-    def order(self, kind: type[Launch | Forward | Draw], plan: Plan | None = None) -> Iterator[None]:
+    def order(self, kind: OrderKind, plan: Plan | None = None) -> Iterator[None]:
         """Tell all ranks to run what this context runs here.
 
         Ctrl-C waits until both have happened. An exception ends the process: the others would wait for it.

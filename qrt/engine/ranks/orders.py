@@ -9,7 +9,7 @@ from __future__ import annotations
 import socket
 import struct
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -38,6 +38,7 @@ class Draw(msgspec.Struct, frozen=True, tag="draw"):
 
 
 Order = Launch | Forward | Draw
+OrderKind = Literal["launch", "forward", "draw"]
 
 
 class OrderSender:
@@ -48,14 +49,14 @@ class OrderSender:
         self._encoder = msgspec.msgpack.Encoder(enc_hook=_array_bytes)
         self._decodes: tuple[Decode, ...] = ()
 
-    def send(self, kind: type[Launch | Forward | Draw], plan: Plan | None = None) -> None:
-        """Send an order of `kind`; Launch and Forward have a plan."""
+    def send(self, kind: OrderKind, plan: Plan | None = None) -> None:
+        """Send an order of `kind`; "launch" and "forward" have a plan."""
         if plan is None:
             return self._write(Draw())
         again = plan.decodes == self._decodes
         self._decodes = plan.decodes
-        assert kind is not Draw
-        self._write(kind(replace(plan, decodes=()) if again else plan, again))
+        order = Launch if kind == "launch" else Forward
+        self._write(order(replace(plan, decodes=()) if again else plan, again))
 
     def close(self) -> None:
         """End the orders."""

@@ -7,14 +7,13 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from qrt.engine.ranks.group import RankGroup
-from qrt.engine.ranks.orders import Draw, Forward, Launch
 from qrt.engine.schedule.plan import Plan, StepResult
 from qrt.engine.step.adjustments import Adjustments
 from qrt.engine.step.batch import Batch, build
@@ -30,6 +29,10 @@ from qrt.engine.step.transfer import Fetch
 from qrt.kernels.gpu import launches_on
 from qrt.mem.storage import KVStorage
 from qrt.model.decoder import Decoder
+
+if TYPE_CHECKING:  # only ranks need what they import
+    from qrt.engine.ranks.group import RankGroup
+    from qrt.engine.ranks.orders import OrderKind
 
 SCORED_ROWS = 1024  # logits of prompt tokens exist for this many rows at a time
 
@@ -107,9 +110,7 @@ class Runner:
         self.timeline: Timeline | None = None
         self.group: RankGroup | None = None
 
-    def _together(
-        self, kind: type[Launch | Forward | Draw], plan: Plan | None = None
-    ) -> AbstractContextManager[None]:
+    def _together(self, kind: OrderKind, plan: Plan | None = None) -> AbstractContextManager[None]:
         """Have the other ranks run what this context runs."""
         return nullcontext() if self.group is None else self.group.order(kind, plan)
 
@@ -124,7 +125,7 @@ class Runner:
 
         The next step may be launched before the result of this one is read.
         """
-        with self._together(Launch, plan), launches_on(self.table.device):
+        with self._together("launch", plan), launches_on(self.table.device):
             started = time.perf_counter()
             self._admit(plan)
             steps = self.token_steps
@@ -139,7 +140,7 @@ class Runner:
     @torch.inference_mode()
     def forward(self, plan: Plan) -> Forwarded:
         """Launch a step up to its hidden states; `draw` then samples, before any other step."""
-        with self._together(Forward, plan), launches_on(self.table.device):
+        with self._together("forward", plan), launches_on(self.table.device):
             started = time.perf_counter()
             self._admit(plan)
             return replace(self._forward(plan), host_s=time.perf_counter() - started)
@@ -150,7 +151,7 @@ class Runner:
 
         The masks are the first of `mask_rows()`. The tokens of the indices `skipped` are discarded.
         """
-        with self._together(Draw), launches_on(self.table.device):
+        with self._together("draw"), launches_on(self.table.device):
             started = time.perf_counter()
             self.masks.send(masked, len(forwarded.plan.sampled))
             launched = self._draw(forwarded, self.masks, skipped)

@@ -23,7 +23,7 @@ from qrt.text.chat_template import ChatTemplate
 
 logger = logging.getLogger(__name__)
 
-PACKAGES = ("fastapi", "uvicorn", "httptools", "zmq", "msgspec", "prometheus_client")
+PACKAGES = ("fastapi", "uvicorn", "httptools", "zmq", "prometheus_client")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
