@@ -17,6 +17,7 @@ from tokenizers import AddedToken, processors
 from qrt.errors import CheckpointError, QrtError, UnsupportedError
 from qrt.folder import TOKENIZER, TOKENIZER_CONFIG, expect_at_most, is_file, read_json
 from qrt.text.token_settings import SETTINGS, Loaded, read_settings, with_settings
+from qrt.text.vocabulary.tekken import TEKKEN, read_tekken
 
 # Entries of tokenizer_config.json with which transformers changes the tokenizer of tokenizer.json.
 ONLY_TRANSFORMERS = {"fast_tokenizer_files", "fix_mistral_regex"}
@@ -25,7 +26,7 @@ ADD_TOKENIZER = f"add the {TOKENIZER} of the model it was made from"
 
 
 def load(folder: Path) -> Loaded:
-    """Return the tokenizer of a folder, without torch and transformers where it has a tokenizer.json.
+    """Return the tokenizer of a folder, without torch where it has tokenizer.json or tekken.json.
 
     tokenizer.json is loaded unchanged, whatever class tokenizer_config.json names. AutoTokenizer would keep
     only its vocabulary and split text as that class does. This is wrong for DeepSeek's distilled Llama: its
@@ -37,11 +38,15 @@ def load(folder: Path) -> Loaded:
     """
     with _explained(folder):
         config = read_settings(folder / TOKENIZER_CONFIG)
-    if not is_file(folder / TOKENIZER) or config.keys() & ONLY_TRANSFORMERS:
+    name = _whole(folder)
+    if name is None or name == TOKENIZER and config.keys() & ONLY_TRANSFORMERS:
         return Loaded.of(load_transformers(folder))
-    expect_at_most(folder / TOKENIZER, MAX_TOKENIZER_BYTES)
     with _explained(folder):
-        backend = tokenizers.Tokenizer.from_file(str(folder / TOKENIZER))
+        if name == TEKKEN:
+            backend, own = read_tekken(folder / name)
+            config = own | {entry: value for entry, value in config.items() if value is not None}
+        else:
+            backend = tokenizers.Tokenizer.from_file(str(folder / name))
         loaded = with_settings(backend, folder, config)
         _expect_vocabulary(backend.get_vocab(), loaded.special, backend.get_added_tokens_decoder())
     _add_bos(backend, loaded.named.get("bos_token"), config)
@@ -51,23 +56,35 @@ def load(folder: Path) -> Loaded:
 def load_transformers(folder: Path) -> Any:
     """Return the transformers tokenizer of a folder; raises as `load` does.
 
-    AutoTokenizer imports the code of all models, which takes seconds more; it is used only without a
-    tokenizer.json.
+    AutoTokenizer imports the code of all models, which takes seconds more; it is used only without a file
+    that holds all of a tokenizer. It would read tekken.json without BOS, or leave it to another package.
     """
-    whole = is_file(folder / TOKENIZER)
-    if whole:
-        expect_at_most(folder / TOKENIZER, MAX_TOKENIZER_BYTES)
+    name = _whole(folder)
     import transformers  # here, because it imports torch and Triton
 
-    loader = transformers.PreTrainedTokenizerFast if whole else transformers.AutoTokenizer
+    if name == TEKKEN:
+        read = load(folder)
+        extra = [text for text in read.special if text not in read.named.values()]
+        options: dict[str, Any] = {**read.named, "extra_special_tokens": extra}
+        options["chat_template"] = read.chat_template
+        return transformers.PreTrainedTokenizerFast(tokenizer_object=read.backend, **options)
+    loader = transformers.AutoTokenizer if name is None else transformers.PreTrainedTokenizerFast
     with _explained(folder):
         hf = loader.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         _expect_vocabulary(hf.get_vocab(), hf.all_special_tokens, hf.added_tokens_decoder)
     if not getattr(hf, "is_fast", False):
         raise UnsupportedError(f"{folder}: {type(hf).__name__} has no fast backend; {ADD_TOKENIZER}")
-    if whole:
+    if name == TOKENIZER:
         _add_bos(hf.backend_tokenizer, hf.bos_token, read_settings(folder / TOKENIZER_CONFIG))
     return hf
+
+
+def _whole(folder: Path) -> str | None:
+    """Return the name of the file that holds all of a tokenizer, if there is one and it is not too large."""
+    name = next((name for name in (TOKENIZER, TEKKEN) if is_file(folder / name)), None)
+    if name is not None:
+        expect_at_most(folder / name, MAX_TOKENIZER_BYTES)
+    return name
 
 
 @contextmanager
@@ -125,7 +142,7 @@ def _faults(folder: Path, reason: str) -> Iterator[str]:  # noqa: C901 -- a flat
     `reason` is the text of transformers' error, which often names a package that does not help.
     """
     names = sorted(path.name for path in folder.iterdir() if path.is_file())
-    vocabularies = [name for name in names if name in (TOKENIZER, "tekken.json") or name.endswith(".model")]
+    vocabularies = [name for name in names if name in (TOKENIZER, TEKKEN) or name.endswith(".model")]
     for name in [name for name in names if name in (*SETTINGS, *vocabularies)]:
         begins = (folder / name).open("rb").read(64)
         if begins.startswith(b"version https://git-lfs"):
@@ -169,8 +186,8 @@ def _fault_of_vocabulary(path: Path, reason: str) -> str:
 
 def _kind(path: Path) -> tuple[str, list[str]]:
     """Return the library that a vocabulary file belongs to, and the packages that read it."""
-    if path.name == "tekken.json":
-        return "Mistral's", ["mistral_common"]
+    if path.name == TEKKEN:
+        return "Mistral's", []
     if re.match(rb"[A-Za-z0-9+/]+=* \d+\r?\n", path.open("rb").read(1024)):
         return "tiktoken's", ["tiktoken"]
     return "SentencePiece's", ["sentencepiece", "google.protobuf"]

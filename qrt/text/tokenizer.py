@@ -14,13 +14,9 @@ from qrt.location import tokenizer_folder
 from qrt.text.chat_template import ChatTemplate
 from qrt.text.loading import load, load_transformers
 from qrt.text.messages import Message
+from qrt.text.vocabulary.byte_level import BYTE_CHARACTERS
 
 BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")  # SentencePiece's token for a single byte
-# Byte-level BPE writes each byte as a visible character (GPT-2's bytes_to_unicode): the byte's own, or one
-# from U+0100 on.
-_SEEN = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-_UNSEEN = sorted(set(range(256)).difference(_SEEN))
-BYTE_CHARACTERS = {chr(byte): byte for byte in _SEEN} | {chr(256 + i): byte for i, byte in enumerate(_UNSEEN)}
 LONG = 4096  # from this many characters or tokens on, encode and decode let other threads run
 
 

@@ -34,7 +34,7 @@ def none_installed(monkeypatch):
         ({"tokenizer.model": SENTENCEPIECE}, LLAMA, "SentencePiece's; pip install sentencepiece protobuf"),
         ({"tokenizer.model": SENTENCEPIECE}, None, "SentencePiece's; pip install sentencepiece protobuf"),
         ({"tokenizer.model": TIKTOKEN}, LLAMA, "is tiktoken's; pip install tiktoken, or add"),
-        ({"tekken.json": "{}"}, None, "is Mistral's; pip install mistral-common, or add the tokenizer.json"),
+        ({"tekken.json": "{"}, None, "tekken.json cannot be read .*not JSON"),
         ({"qwen.tiktoken": TIKTOKEN}, None, "qwen.tiktoken is read by the checkpoint's own code"),
         ({"qwen.tiktoken": TIKTOKEN}, OWN_CODE, "the checkpoint's own code, which qrt does not run"),
         ({"vocab.txt": "the\ndog\n"}, None, "vocab.txt is not read by the class that"),

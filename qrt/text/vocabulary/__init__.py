@@ -1,0 +1,1 @@
+"""Vocabulary files that qrt turns into a tokenizer itself."""
