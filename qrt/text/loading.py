@@ -16,7 +16,7 @@ from tokenizers import AddedToken, processors
 
 from qrt.errors import CheckpointError, QrtError, UnsupportedError
 from qrt.folder import TOKENIZER, TOKENIZER_CONFIG, expect_at_most, is_file, read_json
-from qrt.text.token_settings import SETTINGS, Loaded, read_settings, with_settings
+from qrt.text.token_settings import SETTINGS, Loaded, processor_template, read_settings, with_settings
 from qrt.text.vocabulary.tekken import TEKKEN, read_tekken
 
 # Entries of tokenizer_config.json with which transformers changes the tokenizer of tokenizer.json.
@@ -74,6 +74,9 @@ def load_transformers(folder: Path) -> Any:
         _expect_vocabulary(hf.get_vocab(), hf.all_special_tokens, hf.added_tokens_decoder)
     if not getattr(hf, "is_fast", False):
         raise UnsupportedError(f"{folder}: {type(hf).__name__} has no fast backend; {ADD_TOKENIZER}")
+    with _explained(folder):
+        if hf.chat_template is None:
+            hf.chat_template = processor_template(folder)
     if name == TOKENIZER:
         _add_bos(hf.backend_tokenizer, hf.bos_token, read_settings(folder / TOKENIZER_CONFIG))
     return hf

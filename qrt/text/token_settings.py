@@ -16,10 +16,12 @@ from tokenizers.processors import TemplateProcessing
 from qrt.folder import TOKENIZER_CONFIG, is_file, read_json
 
 SPECIAL_MAP, ADDED = "special_tokens_map.json", "added_tokens.json"
-SETTINGS = (TOKENIZER_CONFIG, SPECIAL_MAP, ADDED)
+PROCESSOR_TEMPLATES = ("processor_config.json", "chat_template.json")  # the first that has one counts
+SETTINGS = (TOKENIZER_CONFIG, SPECIAL_MAP, ADDED, *PROCESSOR_TEMPLATES)
 NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 EXTRA = "extra_special_tokens"
 Token = str | AddedToken
+Templates = str | Mapping[str, str] | None
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class Loaded:
     backend: tokenizers.Tokenizer
     named: Mapping[str, str]
     special: tuple[str, ...]
-    chat_template: str | Mapping[str, str] | None
+    chat_template: Templates
 
     @classmethod
     def of(cls, hf: Any) -> Loaded:
@@ -154,11 +156,25 @@ def _special(value: Any) -> Any:
     return AddedToken(**{**value, "special": True}) if isinstance(value, dict) else value
 
 
-def _chat_template(folder: Path, own: Any) -> str | Mapping[str, str] | None:
-    """Return the template of chat_template.jinja and of the folder of more, or else that of the config."""
+def _chat_template(folder: Path, own: Any) -> Templates:
+    """Return the template of chat_template.jinja and of the folder of more, or else that of the config.
+
+    Without them it is the processor's. A tokenizer's own comes first: where a model of images has two, that
+    of the processor often shows no tools.
+    """
     files = {"default": folder / "chat_template.jinja"}
     files |= {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
     found = {name: path.read_text(encoding="utf-8") for name, path in files.items() if is_file(path)}
     if found:
         return found["default"] if found.keys() == {"default"} else found
+    return processor_template(folder) if own is None else _by_name(own)
+
+
+def processor_template(folder: Path) -> Templates:
+    """Return the chat template in the files of a model's processor, as transformers' processors choose."""
+    given = (read_settings(folder / name).get("chat_template") for name in PROCESSOR_TEMPLATES)
+    return _by_name(next((own for own in given if own is not None), None))
+
+
+def _by_name(own: Any) -> Templates:
     return {each["name"]: each["template"] for each in own} if isinstance(own, list) else own

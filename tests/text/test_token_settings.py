@@ -1,11 +1,12 @@
 """The files beside tokenizer.json are read as transformers reads them, without importing it."""
 
 import json
+from base64 import b64encode
 
 import pytest
 import tokenizers
 from tokenizers import AddedToken, normalizers, processors
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, ProcessorMixin
 
 import small_tokenizers
 from qrt.assets import model_path
@@ -145,6 +146,53 @@ def test_chat_templates_are_those_of_transformers(files, tmp_path):
     ours, theirs = Tokenizer(folder), PreTrainedTokenizerFast.from_pretrained(folder)
     for tools in ([{}], None):
         assert (ours.chat_template(tools=bool(tools)) or "") == theirs.get_chat_template(tools=tools)
+
+
+def in_file(template):
+    return {"chat_template": template}
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"chat_template.json": in_file("legacy")},
+        {"processor_config.json": in_file("config")},
+        {"processor_config.json": in_file("config"), "chat_template.json": in_file("legacy")},
+        {"processor_config.json": {}, "chat_template.json": in_file("legacy")},
+        {"processor_config.json": in_file(None), "chat_template.json": in_file("legacy")},
+        {"processor_config.json": in_file({"default": "d", "tool_use": "t"})},
+        {"chat_template.jinja": "file"},
+        {"chat_template.jinja": "file", "additional_chat_templates/rag.jinja": "other"},
+    ],
+)
+@pytest.mark.parametrize("kind", ["tokenizer.json", "fix_mistral_regex", "tekken.json"])
+def test_templates_of_processors_are_read(kind, files, tmp_path):
+    """Where the tokenizer has none, LLM and transformers' tokenizer render as a processor does."""
+    entries = {"fix_mistral_regex": False} if kind == "fix_mistral_regex" else {}
+    folder = folder_of(tmp_path, BACKENDS[0], {"tokenizer_config.json": entries, **files})
+    if kind == "tekken.json":
+        (folder / "tokenizer.json").unlink()
+        vocabulary = [{"rank": at, "token_bytes": b64encode(bytes([at])).decode()} for at in range(256)]
+        config = {"pattern": ".", "version": "v3"}
+        (folder / "tekken.json").write_text(json.dumps({"config": config, "vocab": vocabulary}))
+    wanted = ProcessorMixin.get_processor_dict(folder)[0]["chat_template"]
+    ours = Tokenizer(folder)
+    several = {"default": wanted} if isinstance(wanted, str) else wanted
+    for tools in ([{}], None):
+        chosen = several.get("tool_use" if tools else "default", several["default"])
+        assert ours.chat_template(tools=bool(tools)) == ours.hf.get_chat_template(tools=tools) == chosen
+
+
+def test_an_own_template_comes_before_the_processors(tmp_path):
+    files = {"tokenizer_config.json": in_file("own"), "chat_template.json": in_file("legacy")}
+    assert Tokenizer(folder_of(tmp_path, BACKENDS[0], files)).chat_template() == "own"
+
+
+@pytest.mark.parametrize("name", ["chat_template.json", "processor_config.json"])
+def test_damaged_files_of_processors_are_named(name, tmp_path):
+    folder = folder_of(tmp_path, BACKENDS[0], {"tokenizer_config.json": {}, name: "{ damaged"})
+    with pytest.raises(CheckpointError, match=f"no usable tokenizer: {name}: not JSON"):
+        load(folder)
 
 
 @pytest.mark.parametrize("entry", ["fast_tokenizer_files", "fix_mistral_regex"])
