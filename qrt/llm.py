@@ -174,7 +174,7 @@ class LLM(PoolingCalls):
                     if collector.finished:
                         bar.set_postfix_str(f"{_rate(tokens, bar)} output tokens/s", refresh=False)
                         bar.update()
-        return outputs_of(asked)
+        return outputs_of(asked, f"{self.engine.config.model} in {self.engine.model.dtype}")
 
     def chat(
         self,
@@ -298,8 +298,9 @@ class LLM(PoolingCalls):
         while self.engine.has_work:
             for delta in self.engine.step():
                 if delta.error and delta.cause not in kept:
-                    what = " failed in a step" if delta.cause is Cause.STEP else ""
-                    raise QrtError(f"request {delta.request_id}{what}: {delta.error}")
+                    if delta.cause is Cause.STEP:
+                        raise QrtError(f"request {delta.request_id} failed in a step: {delta.error}")
+                    raise QrtError(f"{self.engine.config.model} in {self.engine.model.dtype}: {delta.error}")
                 yield delta
 
     def _collector(

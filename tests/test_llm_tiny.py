@@ -13,7 +13,7 @@ import qrt
 from qrt import LLM, SamplingParams
 from qrt.assets import model_path
 from qrt.engine.schedule import admission
-from qrt.engine.schedule.output import StepDelta
+from qrt.engine.schedule.output import Cause, StepDelta
 from qrt.engine.step.graphs import TokenSteps
 from qrt.errors import ConfigError, QrtError, UnsupportedError
 from qrt.llm import engine_config
@@ -172,7 +172,9 @@ def test_full_garbage_collections_are_short_while_it_runs(llm, monkeypatch):
     llm.score([[5, 6, 7]])
     assert min(frozen) > 1000 and gc.get_freeze_count() == 0
     monkeypatch.setattr(
-        llm.engine, "step", lambda: [StepDelta(next(iter(llm.engine.scheduler._requests)), error="x")]
+        llm.engine,
+        "step",
+        lambda: [StepDelta(next(iter(llm.engine.scheduler._requests)), error="x", cause=Cause.STEP)],
     )
     with pytest.raises(QrtError, match="failed in a step: x"):
         llm.generate("The", GREEDY, use_tqdm=False)

@@ -313,15 +313,15 @@ class RequestCollector:
         return tokens.feed([ContentText(text, tokens.num_chars)]) + tokens.finish()
 
 
-def outputs_of(collectors: Sequence[RequestCollector]) -> list[RequestOutput]:
+def outputs_of(collectors: Sequence[RequestCollector], model: str) -> list[RequestOutput]:
     """Return the outputs; log the errors of prompts, and raise the first if all of them have one.
 
-    ConfigError where a prompt's own shape is wrong, else QrtError.
+    ConfigError where a prompt's own shape is wrong, else QrtError that names the `model`.
     """
     errors = [collector.error for collector in collectors]
     if errors and all(errors):
         kind = ConfigError if collectors[0].cause is Cause.REQUEST else QrtError
-        raise kind(f"prompt {collectors[0].request_id}: {errors[0]}" if kind is QrtError else str(errors[0]))
+        raise kind(f"{model}: {errors[0]}" if kind is QrtError else str(errors[0]))
     for collector, error in zip(collectors, errors, strict=True):
         if error:
             logger.error("prompt %s ends with an error: %s", collector.request_id, error)

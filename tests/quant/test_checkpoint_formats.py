@@ -229,7 +229,8 @@ def test_golden_layout(tmp_path):
         "config_groups": {"group_0": {"targets": ["Linear"], "format": "pack-quantized", "weights": weights}},
         "qrt": metadata,
     }
-    assert config == json.loads((source / "config.json").read_text())
+    theta = {"rope_theta": 10000.0}  # which transformers 4 reads
+    assert config == json.loads((source / "config.json").read_text()) | theta
 
     quantize_checkpoint(source, tmp_path / "w8a8", "w8a8", channel(8, True))
     assert layout(tmp_path / "w8a8") == whole

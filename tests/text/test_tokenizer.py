@@ -131,7 +131,7 @@ def test_chat_template(folder):
     ids = tokenizer.encode_chat(MESSAGES, add_generation_prompt=True)
     assert ids[0] == 2 and ids[-1] == 1, "special tokens are ids, and no BOS is added"
     with pytest.raises(ConfigError, match="no system"):
-        tokenizer.render_chat([{"role": "system", "content": "x"}])
+        tokenizer.render_chat(MESSAGES, chat_template="{{ raise_exception('no system') }}")
     other = tokenizer.render_chat(MESSAGES, chat_template="{{ messages[0].content }}!")
     assert other == "the dog 🎉!"
 

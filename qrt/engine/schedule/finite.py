@@ -6,7 +6,7 @@ import numpy as np
 
 from qrt.engine.schedule.scores import Scores, Vectors
 
-REMEDY = "run the model in bfloat16 or float32 and with --kv fp16, or check its weights"
+REMEDY = "take --dtype float32 or bfloat16 and --kv fp16, or check the weights"
 
 
 def token_fault(token: int, index: int, logprobs: Scores | None) -> str | None:

@@ -197,13 +197,9 @@ class Scheduler:
                 continue
             request.pending -= 1
             if request.seq is not None:
-                verdict = verdicts.get(at) if verdicts else None
                 scores = logprobs.get(at) if logprobs else None
-                fault = self._fault(request, token, scores)
                 deltas.append(
-                    self._take(request, token, scores, verdict=verdict)
-                    if fault is None
-                    else self._corrupted(request, fault)
+                    self._take(request, token, scores, None, verdicts.get(at) if verdicts else None)
                 )
         requests = requests[index:]
         for request, chunk in zip(requests, plan.chunks, strict=True):
@@ -454,6 +450,8 @@ class Scheduler:
         verdict: Verdict | None = None,
     ) -> StepDelta:
         """Add a token to a request, and end the request if it is done."""
+        if (token < 0 or logprobs is not None) and (fault := self._fault(request, token, logprobs)):
+            return self._corrupted(request, fault)
         if verdict is not None:
             return self._take_constrained(request, token, logprobs, prompt_scores, verdict)
         request.output.append(token)

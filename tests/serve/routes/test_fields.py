@@ -377,7 +377,7 @@ def test_document_names_nullable_fields(client):
         ("completions", {"stop": ["x"] * 20}, "stop: List should have at most 16 items"),
         ("completions", {"stop": [""]}, "stop.0: String should have at least 1 character"),
         ("completions", {"stop": 5}, "stop: Input should be a valid string"),
-        ("completions", {"prompt": ["x"] * 2000}, "prompt: List should have at most 1024 items"),
+        ("completions", {"prompt": ["x"] * 2000}, "prompt: List should have at most 2048 items"),
         ("completions", {"prompt": [1, "a"]}, "prompt.1: Input should be a valid integer"),
         ("completions", {"prompt": ["a", 1]}, "prompt.1: Input should be a valid string"),
         ("completions", {"prompt": [-1]}, "prompt.0: Input should be greater than or equal to 0"),
@@ -415,7 +415,7 @@ def test_error_is_about_the_intended_form(client, route, body, message):
             "/v1/completions",
             CompletionRequest,
             lambda many: {"prompt": many},
-            "prompt: List should have at most 1024",
+            "prompt: List should have at most 2048",
         ),
         (
             "/v1/completions",
@@ -444,7 +444,7 @@ def test_error_is_about_the_intended_form(client, route, body, message):
         (
             "/v1/completions",
             CompletionRequest,
-            lambda many: {"prompt": [many[:1]] * 1024},
+            lambda many: {"prompt": [many[:1]] * 2048},
             "prompt.0.0: Input should be a valid integer",
         ),
         (

@@ -215,8 +215,9 @@ def test_odd_rows_have_a_reason(row, why):
 
 
 def test_a_conversation_that_the_template_refuses():
-    turns = [{"from": "gpt", "value": "As I said."}, {"from": "human", "value": "Go on."}]
-    assert reason({"conversations": turns}, STRICT) == "the chat template refuses it (roles must alternate)"
+    turns = [{"from": "human", "value": "Go on."}, {"from": "gpt", "value": "As I said."}]
+    never = "{{ raise_exception('not today') }}"
+    assert reason({"conversations": turns}, never) == "the chat template refuses it (not today)"
 
 
 def test_a_turn_that_the_template_drops_is_noticed():
