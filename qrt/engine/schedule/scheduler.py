@@ -198,9 +198,7 @@ class Scheduler:
             request.pending -= 1
             if request.seq is not None:
                 scores = logprobs.get(at) if logprobs else None
-                deltas.append(
-                    self._take(request, token, scores, None, verdicts.get(at) if verdicts else None)
-                )
+                deltas.append(self._take(request, token, scores, None, verdicts.get(at)))
         requests = requests[index:]
         for request, chunk in zip(requests, plan.chunks, strict=True):
             request.in_flight -= 1
