@@ -287,6 +287,7 @@ class ChatReply(Reply):
     def choice(self, number: int, index: int, completion: CompletionOutput) -> dict[str, Any]:
         """See Reply."""
         parts = self._format.pieces(completion.text)
+        self._tokens.pop(number, None)  # a whole answer begins anew
         reasoning, content, calls = self._fields(parts)
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None, **reasoning}
         reason = completion.finish_reason

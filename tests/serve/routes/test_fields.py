@@ -181,7 +181,9 @@ def test_bad_words_are_encoded_once_in_a_thread(monkeypatch):
 def test_max_logprobs_0_still_gives_the_tokens_own_logprob():
     with ThreadServer(kv="fp16", max_logprobs=0) as server:
         with httpx.Client(base_url=server.url, headers=bearer(), timeout=30) as client:
-            chat = client.post("/v1/chat/completions", json={**CHAT, "logprobs": True})
+            chat = client.post(
+                "/v1/chat/completions", json={**CHAT, "logprobs": True, "temperature": 0, "ignore_eos": True}
+            )
             assert chat.json()["choices"][0]["logprobs"]["content"][0]["top_logprobs"] == []
             for route, field in (("completions", "logprobs"), ("chat/completions", "top_logprobs")):
                 body = {"logprobs": True, **CHAT} if "chat" in route else {"prompt": "x"}
@@ -377,7 +379,7 @@ def test_document_names_nullable_fields(client):
         ("completions", {"stop": ["x"] * 20}, "stop: List should have at most 16 items"),
         ("completions", {"stop": [""]}, "stop.0: String should have at least 1 character"),
         ("completions", {"stop": 5}, "stop: Input should be a valid string"),
-        ("completions", {"prompt": ["x"] * 2000}, "prompt: List should have at most 2048 items"),
+        ("completions", {"prompt": ["x"] * 3000}, "prompt: List should have at most 2048 items"),
         ("completions", {"prompt": [1, "a"]}, "prompt.1: Input should be a valid integer"),
         ("completions", {"prompt": ["a", 1]}, "prompt.1: Input should be a valid string"),
         ("completions", {"prompt": [-1]}, "prompt.0: Input should be greater than or equal to 0"),

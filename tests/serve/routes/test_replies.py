@@ -88,7 +88,7 @@ def test_bytes_of_parts_of_characters(tokenizer):
     ids = tokenizer.encode(TEXT, add_special_tokens=False)
     whole, chunks = reply(ChatReply, tokenizer, ids, ids[:4], logprobs=True, top_logprobs=5)
     content = whole["logprobs"]["content"]
-    assert sum(not entry["token"] for entry in content) > 1, "some are parts of a character"
+    assert any(not entry["token"] for entry in content), "some are parts of a character"
     assert "".join(entry["token"] for entry in content) == whole["message"]["content"]
     written = bytes(byte for entry in content for byte in entry["bytes"]).decode()
     assert written == whole["message"]["content"] and written.strip() == TEXT
