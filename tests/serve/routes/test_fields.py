@@ -182,7 +182,7 @@ def test_max_logprobs_0_still_gives_the_tokens_own_logprob():
     with ThreadServer(kv="fp16", max_logprobs=0) as server:
         with httpx.Client(base_url=server.url, headers=bearer(), timeout=30) as client:
             chat = client.post(
-                "/v1/chat/completions", json={**CHAT, "logprobs": True, "temperature": 0, "ignore_eos": True}
+                "/v1/chat/completions", json={**CHAT, "logprobs": True, "allowed_token_ids": [300]}
             )
             assert chat.json()["choices"][0]["logprobs"]["content"][0]["top_logprobs"] == []
             for route, field in (("completions", "logprobs"), ("chat/completions", "top_logprobs")):

@@ -15,7 +15,7 @@ OWN_NAMES["gpt_neox_japanese"] = OWN_NAMES["gpt_neox"]
 FULL, LOCAL = "full_attention", "sliding_attention"
 LOCAL_THETA = {"gemma3_text": "rope_local_base_freq", "gemma3": "rope_local_base_freq"}
 # the entries, and no others, that these families take
-LONGROPE = {"phi3": ("type", "short_factor", "long_factor")}
+LONGROPE: dict[str, tuple[str, ...]] = {"phi3": ("type", "short_factor", "long_factor")}
 LONGROPE["phimoe"] = (*LONGROPE["phi3"], "short_mscale", "long_mscale", "original_max_position_embeddings")
 EXTRA, OLDER_EXTRA = "extra_special_tokens", "additional_special_tokens"
 
