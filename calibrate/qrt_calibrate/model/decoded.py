@@ -25,9 +25,9 @@ OWN = ("weight", *PACKED, *LEFT_OVER)  # endings of tensors that hold a Linear, 
 class DecodedCheckpoint(Checkpoint):
     """A view of `base` without a quantization_config: codes are plain weights, in `dtype`, the model's.
 
-    A weight is decoded when it is read. What is left over beside plain weights is not there. Experts that are
-    stored as one tensor stay as they are stored; `SpelledCheckpoint` asks for each. Raises UnsupportedError
-    for integers, which are rounded already.
+    A weight is decoded when it is read. Scales that are left over beside plain weights are hidden. Experts
+    that are stored as one tensor stay as they are stored; `SpelledCheckpoint` asks for each. Raises
+    UnsupportedError for integers, which are rounded already.
 
     origin   what the weights are stored in, for reports
     """

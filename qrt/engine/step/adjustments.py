@@ -67,7 +67,7 @@ class Adjustments:
         grown = (growth ** (lengths[:, None] - start).clamp(min=0)).clamp(max=LARGE)
         # -inf stays as it is: -inf + inf would be NaN
         x[:, self._eos] = torch.where(eos == -_INF, eos, eos + eos.abs() * (grown - 1))
-        return x
+        return x.clamp_(max=torch.finfo(x.dtype).max)  # two large factors; infinity would end the request
 
     def count(self, entries: Tensor, tokens: Tensor) -> None:
         """Count the sampled `tokens` int64 [n] of `entries` int64 [n]."""

@@ -112,6 +112,16 @@ def test_reused_row_forgets_its_last_request():
     assert len(adjustments.bias) == 2, "entries are used again"
 
 
+def test_two_large_factors_stay_finite():
+    """Infinity would look like a model's own."""
+    params = SamplingParams(repetition_penalty=1e-30, exponential_decay_length_penalty=(0, 1e30))
+    adjustments = Adjustments(VOCAB, [EOS], torch.device("cpu"))
+    sampling = SamplingRules(0.0, 0, 1.0, 0, None, adjustment=Adjustment.of(params, 1))
+    adjustments.admit([Admission(0, sampling, np.array([EOS], np.int32))])
+    got = adjustments.apply(torch.ones(1, VOCAB), torch.tensor(adjustments.entries([0])), torch.tensor([9]))
+    assert got.isfinite().all() and got.argmax() == EOS
+
+
 def test_nothing_asked_for_is_no_adjustment():
     assert Adjustment.of(SamplingParams(min_p=0.3, top_k=4, bad_words=["x"]), 5) is None
 

@@ -16,11 +16,6 @@ LOOP = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 QUIET = LOOP.replace("{{ m.role }}>", "{{ m.role }}>").replace(
     "messages %}", "messages if m.role in ('system', 'user', 'assistant', 'tool') %}", 1
 )
-# raises where roles do not alternate, as Mistral's does
-STRICT = (
-    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
-    "{{ raise_exception('roles must alternate') }}{% endif %}[{{ m.role }}]{{ m.content }}{% endfor %}"
-)
 TOOLS = (
     "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<{{ m.role }}>{{ m.content }}"
     "{% for call in m.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}{% endfor %}"
