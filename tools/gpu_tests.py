@@ -63,8 +63,8 @@ def read_junit(path: Path) -> dict[str, Any]:
     }
 
 
-def run_part(name: str, workers: int, most_s: float) -> dict[str, Any]:
-    """Run a part for at most so many seconds; its result says whether it ended in time."""
+def run_part(name: str, tests: Sequence[str], workers: int, most_s: float) -> dict[str, Any]:
+    """Run these tests of a part for at most so many seconds; the result says whether they ended in time."""
     report = ROOT / "build" / f"gpu_{name}.xml"
     report.parent.mkdir(exist_ok=True)
     report.unlink(missing_ok=True)
@@ -80,7 +80,7 @@ def run_part(name: str, workers: int, most_s: float) -> dict[str, Any]:
         "-p",
         "no:cacheprovider",
     ]
-    command += [*PARTS[name], f"--junitxml={report}"]
+    command += [*tests, f"--junitxml={report}"]
     command += [f"--ignore={path}" for path in others] if name == "elementwise" else []
     start = time.monotonic()
     process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "QRT_TEST_GPU": "only"})
@@ -95,6 +95,20 @@ def run_part(name: str, workers: int, most_s: float) -> dict[str, Any]:
     seconds = round(time.monotonic() - start)
     found = read_junit(report) if report.is_file() else {"passed": 0, "skipped": 0, "failed": []}
     return {**found, "seconds": seconds, "finished": process.returncode in (0, 1)}
+
+
+def with_second_run(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a part's result after its failed tests have run again; those not reached stay failed."""
+    failed = first["failed"]
+    if second["finished"]:
+        failed = second["failed"]
+    return {
+        "passed": first["passed"] + len(first["failed"]) - len(failed),
+        "skipped": first["skipped"],
+        "failed": failed,
+        "seconds": first["seconds"] + second["seconds"],
+        "finished": first["finished"],
+    }
 
 
 def merged(
@@ -156,6 +170,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--part", choices=PARTS, action="append", help="run this part alone (may be given again)"
     )
+    parser.add_argument(
+        "--failed", action="store_true", help="run what failed again, where the code is that of the record"
+    )
     parser.add_argument("--workers", type=int, default=14)
     parser.add_argument("--seconds", type=float, default=PART_S, help="end each part after so many")
     parser.add_argument("--commit", help="the commit that runs, where the folder is no checkout")
@@ -176,12 +193,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     path = RESULTS / device / "tests.json"
     files, good = file_hashes(), True
     for name in given.part or PARTS:
-        part = run_part(name, given.workers, given.seconds)
+        old = json.loads(path.read_text()) if path.is_file() else None
+        first = merged(old, files, {}).get(name)
+        if given.failed:
+            if first is None:
+                raise SystemExit(f"make gpu: {name}: expected a record on this code, got none; run it whole")
+            part = first
+            if first["failed"]:
+                again = run_part(name, first["failed"], given.workers, given.seconds)
+                part = with_second_run(first, again)
+        else:
+            part = run_part(name, PARTS[name], given.workers, given.seconds)
         good &= part["finished"] and not part["failed"]
         record = {
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "environment": about,
-            "parts": merged(json.loads(path.read_text()) if path.is_file() else None, files, {name: part}),
+            "parts": merged(old, files, {name: part}),
             "files": files,
         }
         path.parent.mkdir(parents=True, exist_ok=True)

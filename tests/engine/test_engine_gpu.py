@@ -60,6 +60,34 @@ def test_scores_are_near_those_of_the_cpu(folder, kv):
     assert float(np.abs(scores["cpu"] - scores["cuda"]).mean()) < 0.05
 
 
+@pytest.mark.parametrize("heads", [9, 12, 16])
+def test_many_query_heads_of_a_kv_head(tmp_path, heads):
+    """One request, and more together: what each decodes is as likely as the CPU finds in fp32.
+
+    GLM-4.5 has groups of 12, GLM-4 of 16.
+    """
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": 1, "head_dim": 128}
+    folder = random_checkpoint(tmp_path, "Qwen3ForCausalLM", **sizes)
+    decoded, loss = {}, {"fp16": 0.05, "int8": 0.05, "int4": 0.2}
+    for kv in ("fp16", "int8", "int4"):
+        config = EngineConfig(str(folder), dtype="bfloat16", kv=kv, kv_cache_memory_bytes=64 << 20)
+        engine = Engine(config)
+        for count in (1, 2, 4, 16):
+            prompts = {f"{kv} {count} {i}": list(range(3 + i, 23 + 9 * i)) for i in range(count)}
+            params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=0)
+            deltas = run(engine, {name: (prompt, params) for name, prompt in prompts.items()})
+            for name, own in deltas.items():
+                tokens = [token for delta in own for token in delta.token_ids]
+                found = np.concatenate([d.logprobs.logprobs for d in own if d.logprobs is not None])
+                decoded[name] = prompts[name] + tokens, found
+    config = EngineConfig(str(folder), dtype="float32", device="cpu", kv_cache_memory_bytes=64 << 20)
+    params = SamplingParams(prompt_logprobs=0)
+    truth = run(Engine(config), {name: (own, params) for name, (own, _) in decoded.items()}, generate=False)
+    for name, (_, found) in decoded.items():
+        want = np.concatenate([d.prompt_scores.logprobs for d in truth[name]])[-len(found) :]
+        assert len(found) == 24 and np.abs(found - want).mean() < loss[name.split()[0]], name
+
+
 @pytest.mark.parametrize("kv", ["fp16", "int8", "int4"])
 def test_recorded_steps_give_the_tokens_of_eager_ones(folder, kv):
     """Batches of every size down from 21, of which 17 and more are not recorded; every way of drawing."""

@@ -278,7 +278,8 @@ def test_packed_groups_and_their_sum(device):
     packed = [int8_kernel.exchange_pack(x) for x in xs]
     for x, (codes, scale) in zip(xs, packed, strict=True):
         want, its_scale = ref.exchange_pack(x)
-        assert torch.equal(codes, want) and torch.equal(scale, its_scale)
+        assert torch.equal(codes, want)
+        torch.testing.assert_close(scale, its_scale, rtol=2**-23 * COMPILED, atol=0)  # a GPU's fast division
     codes, scale = (torch.stack(parts) for parts in zip(*packed, strict=True))
     got = int8_kernel.exchange_unpack(codes, scale, torch.float16)
     assert COMPILED or torch.equal(got, ref.exchange_unpack(codes, scale, torch.float16))  # else by FMA

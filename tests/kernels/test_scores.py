@@ -89,7 +89,7 @@ def test_append(device, name, window, softcap, alibi, sinks, segment):
     )  # fmt: skip
     turned = to_basis(name, q)
     want = [from_basis(name, attend(turned[i : i + 1], *held.decoded(i), 0.4, *rule)) for i in range(3)]
-    assert error(out, torch.cat(want)) < max(bound(name, DTYPE), 4e-3)
+    assert error(out, torch.cat(want)) < max(1.5 * bound(name, DTYPE), 4e-3)  # a turned query is rounded
 
 
 @pytest.mark.ptx(name=["int8"], window=[64, 128, 500], attention=[prefill], attend_cache=[False])

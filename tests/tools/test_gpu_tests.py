@@ -36,6 +36,14 @@ def test_parts_on_other_code_are_dropped():
     assert gpu_tests.merged(old, {"qrt/mem/slots.py": "b"}, new) == new == gpu_tests.merged(None, files, new)
 
 
+def test_what_failed_can_run_again():
+    first = part(failed=["a", "b"])
+    assert gpu_tests.with_second_run(first, part(passed=1, failed=["b"])) == part(
+        passed=4, failed=["b"], seconds=18
+    )
+    assert gpu_tests.with_second_run(first, part(passed=1, finished=False)) == {**first, "seconds": 18}
+
+
 def test_a_record_says_what_failed_was_cut_off_and_has_changed():
     files = {**gpu_tests.file_hashes(), "qrt/mem/slots.py": "old", "qrt/mem/gone.py": "x"}
     del files["qrt/engine/engine.py"]
