@@ -21,11 +21,11 @@ exhaustive: .venv/installed
 	QRT_TEST_EXHAUSTIVE=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 # Every test that uses a GPU, on the one that is here, in parts of at most ten minutes; PART=attention runs one,
-# FAILED=1 what failed before on this code. The record is eval/results/DEVICE/tests.json, which docs/kernels.md shows.
+# REST=1 what failed or was not reached on this code. The record is eval/results/DEVICE/tests.json, which docs/kernels.md shows.
 # PYTHON_GPU names another environment.
 PYTHON_GPU ?= $(BIN)/python
 gpu:
-	$(PYTHON_GPU) tools/gpu_tests.py $(if $(PART),--part $(PART)) $(if $(FAILED),--failed)
+	$(PYTHON_GPU) tools/gpu_tests.py $(if $(PART),--part $(PART)) $(if $(REST),--rest)
 	$(PYTHON_GPU) tools/gpu_tests.py --page
 
 # The kernels as they are compiled for Hopper, executed on the CPU: the tests marked `ptx` (see tools/ptx/README.md).

@@ -12,15 +12,18 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
+from xml.etree.ElementTree import Element
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "eval" / "results"
@@ -28,10 +31,11 @@ PAGE = ROOT / "docs" / "kernels.md"
 BEGIN, END = "<!-- what `make gpu` recorded -->\n", "<!-- end of the record -->\n"
 CODE = ("kernels", "layers", "model", "mem", "quant", "engine")  # folders of qrt whose changes count
 PART_S = 590
+ENVIRONMENT = {**os.environ, "QRT_TEST_GPU": "only"}
 PARTS = {  # what pytest is given
     "linear": ("tests/kernels/linear", "tests/kernels/experts"),
-    "attention": (
-        "tests/kernels/test_decode_attention.py", "tests/kernels/test_append_attention.py",
+    "attention": ("tests/kernels/test_decode_attention.py", "tests/kernels/test_append_attention.py"),
+    "prefill": (
         "tests/kernels/test_prefill_attention.py", "tests/kernels/test_hopper_prefill.py",
         "tests/kernels/test_kv_write.py", "tests/kernels/test_scores.py",
     ),
@@ -49,65 +53,79 @@ def file_hashes() -> dict[str, str]:
     return {str(path.relative_to(ROOT)): hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in paths}
 
 
-def read_junit(path: Path) -> dict[str, Any]:
-    """Return how many tests passed and were skipped, and the names of those that failed."""
-    cases = list(ElementTree.parse(path).getroot().iter("testcase"))
-    failed = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
-    skipped = [case for case in cases if case.find("skipped") is not None]
-    names = [f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')}" for case in failed]
-    names = [name.removeprefix(".py::") for name in names]  # a file that cannot be imported
-    return {
-        "passed": len(cases) - len(failed) - len(skipped),
-        "skipped": len(skipped),
-        "failed": sorted(set(names)),
-    }
+def outcome_of(case: Element) -> str:
+    """Return "passed", "skipped" or "failed", which an error is too."""
+    if case.find("failure") is not None or case.find("error") is not None:
+        return "failed"
+    return "passed" if case.find("skipped") is None else "skipped"
 
 
-def run_part(name: str, tests: Sequence[str], workers: int, most_s: float) -> dict[str, Any]:
-    """Run these tests of a part for at most so many seconds; the result says whether they ended in time."""
-    report = ROOT / "build" / f"gpu_{name}.xml"
-    report.parent.mkdir(exist_ok=True)
-    report.unlink(missing_ok=True)
+def name_of(case: Element) -> str:
+    """Return what pytest calls the test, or the file that it could not import."""
+    name = f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')}"
+    return name.removeprefix(".py::")
+
+
+def read_reports(paths: Sequence[Path]) -> dict[str, str]:
+    """Return the outcome of each test by its name; a later report replaces what an earlier one says."""
+    found: dict[str, str] = {}
+    for path in paths:
+        own: dict[str, str] = {}
+        for case in ElementTree.parse(path).getroot().iter("testcase"):
+            if own.get(name_of(case)) != "failed":  # a test may also fail in its end
+                own[name_of(case)] = outcome_of(case)
+        found |= own
+    return found
+
+
+def pytest_command(name: str, *options: str) -> list[str]:
+    """Return the command that runs a part's tests."""
     others = [path for paths in PARTS.values() for path in paths if path.startswith("tests/kernels/")]
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-n",
-        str(workers),
-        "--dist",
-        "worksteal",
-        "-p",
-        "no:cacheprovider",
-    ]
-    command += [*tests, f"--junitxml={report}"]
-    command += [f"--ignore={path}" for path in others] if name == "elementwise" else []
-    start = time.monotonic()
-    process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "QRT_TEST_GPU": "only"})
-    try:
-        process.wait(most_s)
-    except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGINT)  # pytest then writes what it has
+    ignored = [f"--ignore={path}" for path in others] if name == "elementwise" else []
+    return [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options, *ignored]
+
+
+def collected(name: str) -> list[str]:
+    """Return the names of a part's tests."""
+    command = pytest_command(name, "--collect-only", "-q", "-n", "0", *PARTS[name])
+    listed = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True).stdout
+    return [line for line in listed.splitlines() if "::" in line]
+
+
+def run_part(name: str, workers: int, most_s: float, rest: bool) -> dict[str, Any]:
+    """Run a part for at most so many seconds, or with `rest` what has not passed in the runs before."""
+    folder = ROOT / "build" / "gpu" / name
+    if not rest:
+        shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    reports = sorted(folder.glob("*.xml"))
+    start, tests = time.monotonic(), list(PARTS[name])
+    if rest:
+        done = read_reports(reports)
+        tests = [test for test in collected(name) if done.get(test) not in ("passed", "skipped")]
+    report, ended = folder / f"{len(reports)}.xml", True
+    if tests:
+        arguments = folder / "tests.txt"  # they may be more than a command line holds
+        arguments.write_text("\n".join(tests) + "\n")
+        options = "-n", str(workers), "--dist", "worksteal", f"--junitxml={report}", f"@{arguments}"
+        process = subprocess.Popen(pytest_command(name, *options), cwd=ROOT, env=ENVIRONMENT)
         try:
-            process.wait(20)
+            process.wait(most_s)
         except subprocess.TimeoutExpired:
-            process.kill()
-    seconds = round(time.monotonic() - start)
-    found = read_junit(report) if report.is_file() else {"passed": 0, "skipped": 0, "failed": []}
-    return {**found, "seconds": seconds, "finished": process.returncode in (0, 1)}
-
-
-def with_second_run(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a part's result after its failed tests have run again; those not reached stay failed."""
-    failed = first["failed"]
-    if second["finished"]:
-        failed = second["failed"]
+            process.send_signal(signal.SIGINT)  # pytest then writes what it has
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+        ended = process.returncode in (0, 1)
+    outcomes = read_reports(sorted(folder.glob("*.xml")))
+    count = Counter(outcomes.values())
     return {
-        "passed": first["passed"] + len(first["failed"]) - len(failed),
-        "skipped": first["skipped"],
-        "failed": failed,
-        "seconds": first["seconds"] + second["seconds"],
-        "finished": first["finished"],
+        "passed": count["passed"],
+        "skipped": count["skipped"],
+        "failed": sorted(test for test, outcome in outcomes.items() if outcome == "failed"),
+        "seconds": round(time.monotonic() - start),
+        "finished": ended,
     }
 
 
@@ -171,7 +189,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--part", choices=PARTS, action="append", help="run this part alone (may be given again)"
     )
     parser.add_argument(
-        "--failed", action="store_true", help="run what failed again, where the code is that of the record"
+        "--rest", action="store_true", help="run what failed or was not reached, on the code of the record"
     )
     parser.add_argument("--workers", type=int, default=14)
     parser.add_argument("--seconds", type=float, default=PART_S, help="end each part after so many")
@@ -194,16 +212,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     files, good = file_hashes(), True
     for name in given.part or PARTS:
         old = json.loads(path.read_text()) if path.is_file() else None
-        first = merged(old, files, {}).get(name)
-        if given.failed:
-            if first is None:
-                raise SystemExit(f"make gpu: {name}: expected a record on this code, got none; run it whole")
-            part = first
-            if first["failed"]:
-                again = run_part(name, first["failed"], given.workers, given.seconds)
-                part = with_second_run(first, again)
-        else:
-            part = run_part(name, PARTS[name], given.workers, given.seconds)
+        before = merged(old, files, {}).get(name)
+        if given.rest and before is None:
+            raise SystemExit(f"make gpu: {name}: expected a record on this code, got none; run it whole")
+        part = run_part(name, given.workers, given.seconds, given.rest)
+        if given.rest:
+            part["seconds"] += before["seconds"]
         good &= part["finished"] and not part["failed"]
         record = {
             "date": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -22,10 +22,50 @@ def record(**other):
     return {"date": "2026-11-29T00:00:00", "environment": about, "parts": {}, "files": files, **other}
 
 
-def test_a_report_names_what_failed(tmp_path):
-    (tmp_path / "r.xml").write_text(REPORT)
-    found = gpu_tests.read_junit(tmp_path / "r.xml")
-    assert found == {"passed": 1, "skipped": 1, "failed": ["tests/kernels/test_a.py::test_bad"]}
+def test_a_later_report_replaces_an_earlier_one(tmp_path):
+    (tmp_path / "0.xml").write_text(REPORT)
+    (tmp_path / "1.xml").write_text(
+        REPORT.replace("<failure>no</failure>", "").replace("<error>no</error>", "")
+    )
+    bad, good, left = (
+        f"tests/{name}"
+        for name in (
+            "kernels/test_a.py::test_bad",
+            "kernels/test_a.py::test_good[1]",
+            "mem/test_b.py::test_left",
+        )
+    )
+    first = gpu_tests.read_reports([tmp_path / "0.xml"])
+    assert first == {good: "passed", bad: "failed", left: "skipped"}
+    both = gpu_tests.read_reports([tmp_path / "0.xml", tmp_path / "1.xml"])
+    assert both == {good: "passed", bad: "passed", left: "skipped"}
+
+
+SUITE = """
+import pytest
+
+def test_good(): pass
+def test_left(): pytest.skip()
+def test_bad(): assert 0  # mended
+"""
+
+
+def test_the_rest_of_a_part_runs_alone(tmp_path, monkeypatch):
+    """What failed is mended; what passed is not run again, though it would fail now."""
+    suite = tmp_path / "tests" / "test_some.py"
+    suite.parent.mkdir()
+    suite.write_text(SUITE)
+    monkeypatch.setattr(gpu_tests, "ROOT", tmp_path)
+    monkeypatch.setattr(gpu_tests, "PARTS", {"some": ("tests",)})
+    first = gpu_tests.run_part("some", 1, 60, rest=False)
+    assert first["failed"] == ["tests/test_some.py::test_bad"] and first["finished"]
+    assert (first["passed"], first["skipped"]) == (1, 1)
+    suite.write_text(
+        SUITE.replace("assert 0  # mended", "pass").replace("test_good(): pass", "test_good(): 1 / 0")
+    )
+    again = gpu_tests.run_part("some", 1, 60, rest=True)
+    assert again["failed"] == [] and again["passed"] == 2 and again["finished"]
+    assert gpu_tests.run_part("some", 1, 60, rest=True)["passed"] == 2
 
 
 def test_parts_on_other_code_are_dropped():
@@ -34,14 +74,6 @@ def test_parts_on_other_code_are_dropped():
     new = {"models": part(passed=5)}
     assert gpu_tests.merged(old, files, new) == {"linear": part(), "models": part(passed=5)}
     assert gpu_tests.merged(old, {"qrt/mem/slots.py": "b"}, new) == new == gpu_tests.merged(None, files, new)
-
-
-def test_what_failed_can_run_again():
-    first = part(failed=["a", "b"])
-    assert gpu_tests.with_second_run(first, part(passed=1, failed=["b"])) == part(
-        passed=4, failed=["b"], seconds=18
-    )
-    assert gpu_tests.with_second_run(first, part(passed=1, finished=False)) == {**first, "seconds": 18}
 
 
 def test_a_record_says_what_failed_was_cut_off_and_has_changed():
