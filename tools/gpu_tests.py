@@ -87,9 +87,12 @@ def pytest_command(name: str, *options: str) -> list[str]:
 
 def collected(name: str) -> list[str]:
     """Return the names of a part's tests."""
-    command = pytest_command(name, "--collect-only", "-q", "-n", "0", *PARTS[name])
+    command = pytest_command(name, "--collect-only", "-n", "0", *PARTS[name])
     listed = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True).stdout
-    return [line for line in listed.splitlines() if "::" in line]
+    tests = [line for line in listed.splitlines() if "::" in line]
+    if not tests:
+        raise SystemExit(f"make gpu: {name}: expected pytest to list tests, got none:\n{listed}")
+    return tests
 
 
 def run_part(name: str, workers: int, most_s: float, rest: bool) -> dict[str, Any]:

@@ -55,6 +55,7 @@ def test_the_rest_of_a_part_runs_alone(tmp_path, monkeypatch):
     suite = tmp_path / "tests" / "test_some.py"
     suite.parent.mkdir()
     suite.write_text(SUITE)
+    (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = -q\n")  # as this project's
     monkeypatch.setattr(gpu_tests, "ROOT", tmp_path)
     monkeypatch.setattr(gpu_tests, "PARTS", {"some": ("tests",)})
     first = gpu_tests.run_part("some", 1, 60, rest=False)
