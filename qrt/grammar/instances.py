@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Any
 
-from qrt.grammar.keywords import places_in, schemas, target, types_of
+from qrt.grammar.keywords import names_in, places_in, schemas, target, types_of
 
 WORK = 200_000  # schemas put together, 0.3 s; of what takes more nothing is said
 _CHOICES = ("anyOf", "oneOf")
@@ -43,7 +43,9 @@ class Instances:
 
     def __init__(self, root: Any) -> None:
         self._root = root
+        self._named = names_in(root)
         self._by_id: dict[int, Any] = {}
+        self._some: dict[tuple[int, frozenset[str] | None], Any] = {}  # what `_some_value` has made
         self._left = WORK
         self._ways: dict[
             Node, list[tuple[Node, ...]]
@@ -101,8 +103,11 @@ class Instances:
             around.add(id(schema))
             waiting.append((schema, False))
             inner = schema["allOf"] if isinstance(schema.get("allOf"), list) else []
-            waiting += [(each, True) for each in (target(self._root, schema.get("$ref")), *inner)]
+            waiting += [(each, True) for each in (self._target(schema), *inner)]
         return frozenset(found)
+
+    def _target(self, schema: Mapping[str, Any]) -> Any:
+        return target(self._root, schema.get("$ref"), self._named)
 
     def _ways_of(self, node: Node) -> Iterator[tuple[Node, ...] | None]:
         for key, made in node:
@@ -122,9 +127,13 @@ class Instances:
             yield ()
             return
         if "object" in allowed:
-            yield self._needs([self._values(together, name) for name in _required(together)])
+            required = _required(together)
+            needed = [self._values(together, name) for name in required]
+            if _least(together, "minProperties") > len(required):
+                needed.append([self._some_value(each, required) for each in together])
+            yield self._needs(needed)
         if "array" in allowed:
-            yield self._needs([self._items(together, place) for place in range(_least(together))])
+            yield self._needs([self._items(together, place) for place in range(_first_items(together))])
 
     def _needs(self, needed: list[list[Any]]) -> tuple[Node, ...] | None:
         nodes = [self._node(each) for each in needed]
@@ -137,9 +146,26 @@ class Instances:
             named = schema.get("properties")
             if isinstance(named, dict) and name in named:
                 found.append(named[name])
-            elif not schema.get("patternProperties"):
+            elif schema.get("patternProperties"):
+                found.append(self._some_value(schema, None))
+            else:
                 found.append(schema.get("additionalProperties", True))
         return found
+
+    def _some_value(self, schema: dict[str, Any], required: frozenset[str] | None) -> Any:
+        """Return a schema that the value of a property fits which is none of those in `required`.
+
+        None: one that is not in `properties`. Which patterns its name fits is not asked.
+        """
+        key = (id(schema), required)
+        if key not in self._some:
+            named, patterns = (schema.get(each) for each in ("properties", "patternProperties"))
+            options = [*patterns.values()] if isinstance(patterns, dict) else []
+            options.append(schema.get("additionalProperties", True))
+            if required is not None and isinstance(named, dict):
+                options += [value for name, value in named.items() if name not in required]
+            self._some[key] = True if True in options else {"anyOf": options}
+        return self._some[key]
 
     def _items(self, together: list[Any], place: int) -> list[Any]:
         """Return the schemas of an array's item."""
@@ -152,16 +178,20 @@ class Instances:
         return found
 
 
-def _required(together: list[Any]) -> set[str]:
+def _required(together: list[Any]) -> frozenset[str]:
     lists = (each.get("required") for each in together)
-    return {name for each in lists if isinstance(each, list) for name in each if isinstance(name, str)}
-
-
-def _least(together: list[Any]) -> int:
-    """Return how many first items are worth a look: beyond those of `prefixItems` all are alike."""
-    least = max(
-        (each.get("minItems", 0) for each in together if isinstance(each.get("minItems"), int)), default=0
+    return frozenset(
+        name for each in lists if isinstance(each, list) for name in each if isinstance(name, str)
     )
+
+
+def _least(together: list[Any], keyword: str) -> int:
+    given = (each.get(keyword) for each in together)
+    return max((count for count in given if isinstance(count, int)), default=0)
+
+
+def _first_items(together: list[Any]) -> int:
+    """Return how many first items are worth a look: beyond those of `prefixItems` all are alike."""
     firsts = (each.get(key) for each in together for key in ("prefixItems", "items"))
     longest = max((len(first) for first in firsts if isinstance(first, list)), default=0)
-    return int(min(least, longest + 1))
+    return int(min(_least(together, "minItems"), longest + 1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+from urllib.parse import unquote
 
 # Keywords that hold a schema or a list of them, and those that hold schemas by name.
 DIRECT = frozenset(
@@ -76,12 +77,23 @@ def types_of(schema: Mapping[str, Any]) -> set[str] | None:
     return {kind for kind in given if isinstance(kind, str)} if isinstance(given, list) else None
 
 
-def target(root: Any, reference: Any) -> Any:
-    """Return what a reference within the schema means, "#/$defs/name"; None for others."""
-    if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
+def target(root: Any, reference: Any, named: Mapping[str, Any] | None = None) -> Any:
+    """Return what a reference within the schema means, "#/$defs/name"; None for others.
+
+    named   the schemas by their own names, from `names_in`: references may have those too
+    """
+    if not isinstance(reference, str):
         return None
-    found = root
-    for part in reference.split("/")[1:]:
+    base, _, fragment = reference.partition("#")
+    start = root if base == "" else (named or {}).get(base)
+    if fragment and not fragment.startswith("/"):
+        return (named or {}).get(f"{base}#{fragment}")
+    return _at_pointer(start, unquote(fragment))
+
+
+def _at_pointer(start: Any, pointer: str) -> Any:
+    found = start
+    for part in pointer.split("/")[1:]:
         part = part.replace("~1", "/").replace("~0", "~")
         if isinstance(found, list) and part.isdecimal() and int(part) < len(found):
             found = found[int(part)]
@@ -89,6 +101,19 @@ def target(root: Any, reference: Any) -> Any:
             found = found[part]
         else:
             return None
+    return found
+
+
+def names_in(root: Any) -> dict[str, Any]:
+    """Return the schemas that have names of their own, by the references to them: `$id` and `$anchor`."""
+    found: dict[str, Any] = {}
+    own = str(root.get("$id") or "").partition("#")[0] if isinstance(root, dict) else ""
+    for schema in schemas(root):
+        for keyword in ("$id", "id"):
+            if isinstance(name := schema.get(keyword), str) and name:
+                found.setdefault(name.removesuffix("#"), schema)
+        if isinstance(anchor := schema.get("$anchor"), str):
+            found |= {f"{base}#{anchor}": schema for base in {"", own}}
     return found
 
 

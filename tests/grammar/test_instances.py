@@ -41,6 +41,20 @@ ENDLESS = [
     {**needs({"$ref": "#/properties/x"}), "type": "object"},
     needs({"$ref": "#/$defs/a~1b"}, **{"$defs": {"a/b": ROOT}}),
     {"allOf": [{"type": ["object", "null"]}, {"type": "object"}, needs(ROOT)]},
+    {"$ref": "#n", "$defs": {"a": {"$anchor": "n", **needs({"$ref": "#n"})}}},
+    {"$id": "http://x/y", "$ref": "y.json", "$defs": {"a": {"$id": "y.json", **needs({"$ref": "y.json"})}}},
+    {"$id": "http://x/y", **needs({"$ref": "http://x/y#"})},
+    {"$id": "http://x/y", **needs({"$ref": "http://x/y#/$defs/a"}), "$defs": {"a": ROOT}},
+    {"$id": "http://x/y", "$ref": "http://x/y#n", "$defs": {"a": {"$anchor": "n", **needs({"$ref": "#n"})}}},
+    needs({"$ref": "#/$defs/a%20b%25"}, **{"$defs": {"a b%": ROOT}}),
+    {"type": "object", "additionalProperties": ROOT, "minProperties": 1},
+    {"type": "object", "properties": {"x": ROOT}, "additionalProperties": False, "minProperties": 1},
+    {
+        "type": "object",
+        "patternProperties": {"^x$": ROOT},
+        "required": ["x"],
+        "additionalProperties": False,
+    },
 ]
 FINITE = {
     "optional": ({"type": "object", "properties": {"x": ROOT}}, "{}"),
@@ -52,6 +66,35 @@ FINITE = {
     "enum": (needs({"anyOf": [{"enum": [1]}, ROOT]}), '{"x":1}'),
     "twice": ({"allOf": [A, A], "$defs": {"a": {"type": "integer"}}}, "1"),
     "numbers": ({"allOf": [{"type": "number"}, {"type": "integer"}, A], "$defs": {"a": {"minimum": 1}}}, "1"),
+    "anchor": ({"$ref": "#n", "$defs": {"a": {"$anchor": "n", "const": 1}}}, "1"),
+    "least properties": (
+        {
+            "type": "object",
+            "properties": {"x": ROOT, "y": {"type": "null"}},
+            "minProperties": 1,
+            "additionalProperties": False,
+        },
+        '{"y":null}',
+    ),
+    "required is enough": (
+        {
+            "type": "object",
+            "properties": {"x": {"const": 1}},
+            "additionalProperties": ROOT,
+            "required": ["x"],
+            "minProperties": 1,
+        },
+        '{"x":1}',
+    ),
+    "one pattern": (
+        {
+            "type": "object",
+            "patternProperties": {"^x$": ROOT},
+            "required": ["y"],
+            "additionalProperties": {"const": 1},
+        },
+        '{"y":1}',
+    ),
     "not needed": ({"type": "object", "$defs": {"a": needs(A)}}, "{}"),
     "list": (
         {**A, "$defs": {"a": needs({"anyOf": [A, {"type": "null"}]})}},
