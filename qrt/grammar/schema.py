@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from decimal import Decimal
 from typing import Any
 
 from qrt.errors import ConfigError
 from qrt.grammar.instances import close_endless
-from qrt.grammar.keywords import drop_redundant, schemas, types_of
+from qrt.grammar.keywords import NAMED, drop_redundant, schemas, types_of
 from qrt.request.numbers import is_double
 
 MAX_DEPTH = 64
@@ -19,6 +20,7 @@ MAX_ENUM = 10_000
 FORMATS = frozenset(
     ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 )
+_DRAFT = re.compile(r"https?://json-schema\.org/(draft-0[467]|draft/(?:2019-09|2020-12))/schema#?$")
 _COUNTS = ("maxItems", "maxLength", "maxProperties", "minItems", "minLength", "minProperties")
 _LARGEST = 2**63 - 1  # of the compiler's integers; a larger maximum bounds none of them
 _UPPER, _LOWER = ("maximum", "exclusiveMaximum"), ("minimum", "exclusiveMinimum")
@@ -72,6 +74,8 @@ def _tidy(field: str, text: str) -> dict[str, Any]:
         raise ConfigError(f"{field}: expected a schema that some value fits, got false")
     schema = {} if schema is True else schema
     for each in schemas(schema):
+        _drop_empty(each)
+        _name_draft(each)
         if isinstance(each.get("format"), str) and each["format"] not in FORMATS:
             del each["format"]
         for keyword in _COUNTS:
@@ -85,6 +89,21 @@ def _tidy(field: str, text: str) -> dict[str, Any]:
         )
     tidy: dict[str, Any] = schema
     return tidy
+
+
+def _name_draft(schema: dict[str, Any]) -> None:
+    """Name the draft as the compiler does; a name that is no draft's says nothing of the keywords."""
+    given = schema.pop("$schema", None)
+    if isinstance(given, str) and (draft := _DRAFT.match(given)):
+        schema["$schema"] = f"{'https' if '/' in draft[1] else 'http'}://json-schema.org/{draft[1]}/schema"
+
+
+def _drop_empty(schema: dict[str, Any]) -> None:
+    """Leave out keywords that a program wrote without a value; `const` has null, and `type` may mean it."""
+    for keyword, value in [*schema.items()]:
+        no_value = value is None and keyword not in ("const", "type")
+        if no_value or (keyword in NAMED and value == []) or (keyword == "required" and value == {}):
+            del schema[keyword]
 
 
 def _check_numbers(field: str, schema: dict[str, Any]) -> None:

@@ -131,3 +131,48 @@ def test_a_property_called_format_stays():
     )
     (inner,) = json.loads(text)["grammars"][0]["json_schema"]["properties"].values()
     assert inner == {"enum": ["x", {"format": "color"}]}
+
+
+UNSAID = {
+    "null": ("required", "enum", "pattern", "minimum", "items", "properties", "additionalProperties", "$ref"),
+    "[]": ("properties", "patternProperties", "$defs", "dependentSchemas"),
+    "{}": ("required",),
+}
+
+
+@pytest.mark.parametrize("text, keyword", [(text, each) for text, names in UNSAID.items() for each in names])
+def test_keywords_that_a_program_wrote_without_a_value(text, keyword):
+    """Serializers write null for what is not set, and PHP an empty list for an empty object."""
+    inner = {"type": "object", "properties": {"a": {keyword: json.loads(text)}}, "required": ["a"]}
+    for value in ({"a": 1}, {"a": "x"}, {"a": {"b": []}}):
+        assert accepts(grammar_of(inner), json.dumps(value))
+    assert not accepts(grammar_of(inner), "{}")
+
+
+def test_a_null_that_means_something_stays():
+    assert accepts(grammar_of({"const": None}), "null") and not accepts(grammar_of({"const": None}), "1")
+    with pytest.raises(ConfigError, match="type must be a string"):
+        matcher_of(grammar_of({"type": None}))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "https://json-schema.org/draft-07/schema#", "http://json-schema.org/draft-07/schema",
+        "http://json-schema.org/draft/2020-12/schema#", "https://json-schema.org/schema",
+        "http://json-schema.org/schema#", "https://example.com/my.json", "", None,
+    ],
+)  # fmt: skip
+def test_every_name_of_a_draft_is_taken(name):
+    """In draft 7 a list of items is a tuple, and so it is read where the draft is not known."""
+    schema = {"$schema": name, "type": "array", "items": [{"const": 1}], "minItems": 1, "maxItems": 1}
+    assert accepts(grammar_of(schema), "[1]") and not accepts(grammar_of(schema), "[2]")
+    wrapped = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+    assert accepts(grammar_of(wrapped), '{"a":[1]}')
+
+
+def test_an_old_draft_stays_old_by_its_other_name():
+    """Draft 4 has a boolean exclusiveMinimum."""
+    schema = {"type": "integer", "minimum": 1, "exclusiveMinimum": True, "maximum": 2}
+    grammar = grammar_of({"$schema": "https://json-schema.org/draft-04/schema", **schema})
+    assert accepts(grammar, "2") and not accepts(grammar, "1")

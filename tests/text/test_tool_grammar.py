@@ -169,6 +169,7 @@ def test_tools_that_declare_no_arguments_get_none(name):
         {"type": "object"},
         {"type": "object", "properties": {}},
         {"properties": {}, "required": []},
+        {"type": None, "properties": [], "required": None},
     )
     for parameters in (
         *bare,

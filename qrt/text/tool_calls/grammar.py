@@ -59,7 +59,9 @@ class Callee:
     def of(cls, place: str, name: str, parameters: Mapping[str, Any] | None, *, exact: bool) -> Callee:
         """Make it of a tool; one that declares no arguments takes none. ConfigError if out of bounds."""
         schema = dict(parameters or {})
-        if schema.setdefault("type", "object") != "object":
+        if schema.get("type") is None:
+            schema["type"] = "object"
+        if schema["type"] != "object":
             raise ConfigError(f"{place}.parameters.type: expected object, got {schema['type']!r:.50}")
         if not any(schema.get(keyword) not in (None, {}, []) for keyword in DECLARING):
             schema = {**schema, "properties": {}, "additionalProperties": False}
