@@ -9,6 +9,7 @@ import llguidance
 
 from qrt.errors import ConfigError
 from qrt.grammar.ebnf import is_ebnf, lark_of
+from qrt.grammar.ends import has_end
 from qrt.grammar.marks import plain_rules, quoted
 from qrt.grammar.schema import inner, prepared
 from qrt.grammar.spec import Grammar
@@ -45,6 +46,11 @@ def parser_of(grammar: Grammar, vocabulary: Vocabulary) -> llguidance.LLMatcher:
     rules = source(grammar)
     if grammar.kind == "lark":
         rules = plain_rules(rules, vocabulary.marks, inner)
+        if not has_end(rules):
+            raise ConfigError(
+                f"{grammar.field}: expected a grammar that some finite text follows, got one that needs "
+                "itself without end; give it another way"
+            )
     parser = llguidance.LLMatcher(vocabulary.library, rules, log_level=0, limits=LIMITS)
     if parser.is_error():
         raise ConfigError(_refusal(grammar.field, parser.get_error()))
