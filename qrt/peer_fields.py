@@ -144,8 +144,9 @@ FIELDS = PROMPT_FIELDS | named(
     ("sampling_seed random_seed", "its name here is seed", (-1,)),
     # chats
     ("function_call", "its name here is tool_choice", ("none", "auto")),
-    ("tools documents reasoning_effort chat_template_kwargs continue_final_message", _CHAT, ({},)),
-    ("tool_choice", _CHAT, ("none", "auto")),
+    ("tools documents chat_template_kwargs continue_final_message", _CHAT, ({},)),
+    ("reasoning_effort", _CHAT, ("none",)),
+    ("tool_choice", _CHAT, ("none", "auto", {})),
     ("thinking_budget thinking_budget_tokens reasoning_budget", _BUDGET, (-1,)),
     ("thinking_token_budget", _OPENAI, (-1,)),
     ("think thinking enable_thinking reasoning", _CHAT, ({},)),

@@ -86,8 +86,8 @@ class Service:
             raise HTTPException(503, "the server is starting: the model is being loaded")
 
     def check_model(self, name: str | None) -> None:
-        """Raise UnknownModelError for a model that is not served."""
-        if name is not None and name not in self.config.model_names:
+        """Raise UnknownModelError for a model that is not served; "" is none, as in vLLM."""
+        if name and name not in self.config.model_names:
             known = " or ".join(self.config.model_names)
             raise UnknownModelError(f"model: expected {known}, got {name[:100]!r}")
 

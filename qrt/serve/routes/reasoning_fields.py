@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AliasChoices, Field
+from pydantic import AliasChoices, BeforeValidator, Field
 
 from qrt.errors import ConfigError
 from qrt.serve.http.body import Body
 
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+_Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None
+Effort = Annotated[_Effort, BeforeValidator(lambda given: None if given == "" else given)]
 Budget = Annotated[int, Field(ge=-1, lt=2**31)]
 
 
@@ -38,7 +39,7 @@ class ThinkingChoice(Body):
 class ReasoningChoice(Body):
     """`reasoning`, as in the APIs of OpenRouter and SGLang."""
 
-    effort: Effort | None = None
+    effort: Effort = None
     enabled: bool | None = None
     max_tokens: Budget | None = None
     exclude: bool = False
@@ -51,7 +52,7 @@ class ThinkingFields(Body):
     think: bool | Literal["low", "medium", "high"] | None = None
     thinking: ThinkingChoice | None = None
     reasoning: ReasoningChoice | None = None
-    reasoning_effort: Effort | None = None
+    reasoning_effort: Effort = None
 
     def thinking_arguments(self) -> dict[str, Any]:
         """Return what the chat template learns of it, by the names that templates have.

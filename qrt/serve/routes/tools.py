@@ -64,6 +64,7 @@ class ToolChoice:
     @classmethod
     def of(cls, choice: Any, tools: Sequence[Tool], parallel: bool) -> ToolChoice:
         """Read the fields; ConfigError for a wrong `tool_choice`, or a function that is none of `tools`."""
+        choice = None if choice in ("", {}) else choice
         if choice == "none" or (choice in (None, "auto") and not tools):
             return cls()
         if not tools:

@@ -6,6 +6,8 @@ import httpx
 import pytest
 from servers import bearer
 
+from qrt.serve.routes.tools import Tool, ToolChoice
+
 pytestmark = pytest.mark.model
 CHAT, TEXT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
 SAID = [{"role": "user", "content": "Hi"}]
@@ -20,6 +22,7 @@ BODIES = {
     CHAT + "/render": {"messages": SAID},
 }
 NOTHING = {
+    "model": ["", None],
     "tools": [[], None],
     "functions": [[], None],
     "stop": [[], None, ""],
@@ -32,6 +35,8 @@ NOTHING = {
     "grammar": ["", {}, None],
     "stream_options": [None, {}, {"include_usage": False}],
     "reasoning": [{}, None],
+    "reasoning_effort": ["", None],
+    "thinking": [{}, None],
     "metadata": [{}, None],
     "logprobs": [None, False],
     "top_logprobs": [None, 0, False],
@@ -79,7 +84,7 @@ def test_a_value_that_asks_for_nothing_changes_nothing(client, path):
 
 
 @pytest.mark.parametrize("tools", [{}, {"tools": []}, {"tools": None}])
-@pytest.mark.parametrize("choice", ["auto", "none", None])
+@pytest.mark.parametrize("choice", ["auto", "none", None, "", {}])
 @pytest.mark.parametrize("path", TEXTS)
 def test_a_choice_without_tools_asks_for_nothing(client, path, tools, choice):
     wanted = said(client.post(path, json=BODIES[path]))
@@ -91,9 +96,26 @@ def test_a_choice_without_tools_asks_for_nothing(client, path, tools, choice):
 def test_anthropics_choice_without_tools_asks_for_nothing(client, path, kind):
     wanted = said(client.post(path, json=BODIES[path]))
     for tools in ({}, {"tools": []}, {"tools": None}):
-        assert (
-            said(client.post(path, json={**BODIES[path], **tools, "tool_choice": {"type": kind}})) == wanted
-        )
+        for choice in ({"type": kind}, {}):
+            assert said(client.post(path, json={**BODIES[path], **tools, "tool_choice": choice})) == wanted
+
+
+def test_no_effort_asks_for_nothing_where_nothing_thinks(client):
+    wanted = said(client.post(TEXT, json=BODIES[TEXT]))
+    assert said(client.post(TEXT, json={**BODIES[TEXT], "reasoning_effort": "none"})) == wanted
+    assert client.post(TEXT, json={**BODIES[TEXT], "reasoning_effort": "high"}).status_code == 501
+
+
+def test_an_empty_choice_leaves_the_tools_to_the_model():
+    tools = [Tool(type="function", function={"name": "f"})]
+    for choice in ("", {}):
+        assert ToolChoice.of(choice, tools, True) == ToolChoice.of("auto", tools, True)
+
+
+@pytest.mark.parametrize("path", [CHAT, RESPONSES])
+def test_an_empty_effort_is_none(client, path):
+    wanted = said(client.post(path, json=BODIES[path]))
+    assert said(client.post(path, json={**BODIES[path], "reasoning": {"effort": ""}})) == wanted
 
 
 @pytest.mark.parametrize("path", [CHAT, RESPONSES])

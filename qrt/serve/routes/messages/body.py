@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from qrt.errors import ConfigError, UnsupportedError
 from qrt.peers import named, refuse
@@ -52,6 +52,11 @@ class MessagesThinking(Body):
     budget_tokens: Limit | None = None
 
 
+def _given(settings: Any) -> Any:
+    """Read an object without settings as none."""
+    return None if settings == {} else settings
+
+
 class MessagesFormat(Body):
     """`output_config.format`, or `output_format` of the beta API."""
 
@@ -74,8 +79,8 @@ class CountTokensRequest(Body):
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     system: str | TextBlocks | None = None
     tools: Annotated[list[MessagesTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
-    tool_choice: MessagesToolChoice | None = None
-    thinking: MessagesThinking | None = None
+    tool_choice: Annotated[MessagesToolChoice | None, BeforeValidator(_given)] = None
+    thinking: Annotated[MessagesThinking | None, BeforeValidator(_given)] = None
     output_config: OutputConfig | None = None
     output_format: MessagesFormat | None = None
     context_management: dict[str, Any] | None = None

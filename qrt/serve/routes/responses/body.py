@@ -58,7 +58,7 @@ class TextSettings(Body):
 class ReasoningSettings(Body):
     """`reasoning`. A summary is not made: the reasoning itself is in the output."""
 
-    effort: Effort | None = None
+    effort: Effort = None
     summary: str | None = None
 
 
@@ -153,7 +153,7 @@ def _tool(tool: ResponseTool, where: str) -> dict[str, Any]:
 
 def _choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
     """Return `tool_choice` as /v1/chat/completions has it."""
-    if not isinstance(choice, dict):
+    if not choice or not isinstance(choice, dict):
         return choice
     kind = choice.get("type")
     if kind == "function":
