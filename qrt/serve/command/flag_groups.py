@@ -18,7 +18,7 @@ from qrt.config import (
 )
 from qrt.quant.kv import KV_FORMATS
 from qrt.serve.command.pooling_flags import add_pooling
-from qrt.serve.settings import ServerConfig
+from qrt.serve.settings import MAX_PROMPTS, ServerConfig
 from qrt.text.reasoning import FORMATS as REASONING
 from qrt.text.tool_calls import FORMATS, NO_NOTATION
 
@@ -26,7 +26,7 @@ LIGHTLLM_KV = {"None": "auto", "int8kv": "int8", "int4kv": "int4"}
 SUFFIXES = {"k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20, "g": 10**9, "G": 2**30}
 SERVER = ServerConfig(model_names=("",))
 ENGINE = EngineConfig(model="")
-MAX_NUM_QUEUED_REQS = 1024
+MAX_NUM_QUEUED_REQS = MAX_PROMPTS  # so that a body of as many is taken
 MAX_NUM_QUEUED_TOKENS = 2**22  # their ids take about 160 MB in an API process
 
 

@@ -13,14 +13,20 @@ from qrt.errors import ConfigError
 from qrt.serve.command import cli
 from qrt.serve.command.cli import engine_config, main, server_config
 from qrt.serve.command.flags import parse, parser
-from qrt.serve.settings import ServerConfig
+from qrt.serve.settings import MAX_PROMPTS, ServerConfig
 
-QUEUE = {"max_num_queued_reqs": 1024, "max_num_queued_tokens": 2**22}  # the server's own defaults
+QUEUE = {"max_num_queued_reqs": 2048, "max_num_queued_tokens": 2**22}  # the server's own defaults
 
 
 def configs(*words: str) -> tuple[EngineConfig, ServerConfig]:
     arguments = parse(["tiny", *words])
     return engine_config(arguments), server_config(arguments)
+
+
+def test_as_many_prompts_as_a_body_may_have_fit_the_queue():
+    """The route's own bound is 2,048, as OpenAI has it, and a body is queued as a whole."""
+    queued = configs()[0].max_num_queued_reqs
+    assert queued is not None and queued >= MAX_PROMPTS
 
 
 def test_defaults_are_the_configs_own():
