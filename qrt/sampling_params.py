@@ -116,7 +116,8 @@ class SamplingParams:
             raise ConfigError(
                 f"logit_bias: expected a mapping of token ids to values, got {self.logit_bias!r}"
             )
-        object.__setattr__(self, "logit_bias", dict(self.logit_bias or {}))
+        bias = {plain(token): plain(value) for token, value in (self.logit_bias or {}).items()}
+        object.__setattr__(self, "logit_bias", bias)
         if self.structured_outputs is not None:
             object.__setattr__(
                 self, "structured_outputs", StructuredOutputsParams.of(self.structured_outputs)

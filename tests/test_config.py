@@ -75,9 +75,10 @@ def test_numbers_of_numpy_and_torch_are_numbers():
     given = SamplingParams(
         temperature=np.float32(0.5), seed=np.int64(7), stop_token_ids=np.array([3, 4]), top_k=torch.tensor(5),
         allowed_token_ids=[np.int64(8), torch.tensor(9)], ignore_eos=np.bool_(True),
+        logit_bias={np.int64(8): np.float32(0.5)},
     )  # fmt: skip
     wanted = SamplingParams(temperature=0.5, seed=7, stop_token_ids=[3, 4], top_k=5, allowed_token_ids=[8, 9],
-                            ignore_eos=True)  # fmt: skip
+                            ignore_eos=True, logit_bias={8: 0.5})  # fmt: skip
     assert given == wanted and repr(given) == repr(wanted)
     with pytest.raises(ConfigError, match=r"seed: expected an integer.*, got \[7, 8\]"):
         SamplingParams(seed=np.array([7, 8]))
