@@ -39,6 +39,7 @@ _LETTERS = {
     "e": "\x1b",
 }
 _ANY = "/(?s:.)/"
+_NEVER = re.compile(r"\{\s*0+\s*(?:,\s*0+\s*)?\}")
 
 Part = tuple[str, str]  # the kind of a part of a rule, and its text
 
@@ -116,10 +117,23 @@ def _body(parts: list[Part], names: dict[str, str]) -> str:
         before = parts[place - 1][1] if place else "|"
         if part in ("|", ")") and kind == "sign" and before in ("|", "("):
             made.append('""')
-        made.append(_written(kind, part, names))
+        if kind == "count" and _NEVER.fullmatch(part):
+            _drop_last(made)
+        else:
+            made.append(_written(kind, part, names))
     if not parts or parts[-1] == ("sign", "|"):
         made.append('""')
     return " ".join(made)
+
+
+def _drop_last(made: list[str]) -> None:
+    """Write nothing for the last part, which may be a group in parentheses: it stands there 0 times."""
+    depth = 0
+    while made:
+        depth += {")": 1, "(": -1}.get(made.pop(), 0)
+        if depth == 0:
+            break
+    made.append('""')
 
 
 def _written(kind: str, part: str, names: dict[str, str]) -> str:

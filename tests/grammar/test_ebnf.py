@@ -57,6 +57,7 @@ GRAMMARS = {
     'root ::= start\nstart ::= "x"': (["x"], ["y"]),
     'root ::= a-b a_b aB\na-b ::= "1"\na_b ::= "2"\naB ::= "3"\n': (["123"], ["321"]),
     '# "x" ::=\nroot ::= "a" # c\n# d\nb ::= "q"': (["a"], ["q"]),
+    'root ::= "a" ("b" ("c") | ")"){0} "d"{ 0, 00 } [)]': (["a)"], ["ab)", "ad)", "a"]),
     'root ::= "a"{2} "b"{1,} "c"{ 0 , 2 }': (["aab", "aabbcc"], ["ab", "aabccc"]),
     'root ::= "a" "b"?\r\nx ::= "y"\r\n': (["a", "ab"], ["b"]),
     'root ::= "(" root ")" | "x"': (["x", "((x))"], ["(x"]),
