@@ -18,12 +18,13 @@ from tqdm import tqdm
 
 from qrt.errors import CheckpointError
 from qrt.quant.checkpoint import open_checkpoint
+from qrt.quant.checkpoint.format import is_finite
 from qrt.quant.checkpoint.writer import CheckpointWriter
 from qrt_calibrate.estimate.bits import WINDOWS, Point, allocate
 from qrt_calibrate.estimate.budget import Budget, budget_of
 from qrt_calibrate.estimate.preflight import preflight
 from qrt_calibrate.job.plan import Job, plan
-from qrt_calibrate.model.executor import LayerExecutor, is_finite, read, read_layer
+from qrt_calibrate.model.executor import LayerExecutor, read, read_layer
 from qrt_calibrate.model.head import RoundedHead, round_head
 from qrt_calibrate.model.streams import Streams
 from qrt_calibrate.recipe.recipe import Recipe

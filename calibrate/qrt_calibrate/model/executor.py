@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from qrt.arch import Arch
 from qrt.errors import CheckpointError
 from qrt.quant.checkpoint import Checkpoint
+from qrt.quant.checkpoint.format import is_finite
 from qrt_calibrate.model.around import Around, around
 from qrt_calibrate.model.head import HEAD_ROWS, AnyHead, Finish, PlainHead, unit_rows
 from qrt_calibrate.model.norms import Norm
@@ -192,12 +193,6 @@ class LayerExecutor:
 
 def _device(layer: nn.Module) -> torch.device:
     return next(layer.parameters()).device
-
-
-def is_finite(tensor: Tensor) -> bool:
-    """Return whether no element is NaN or infinite."""
-    ends = torch.aminmax(tensor) if tensor.numel() else ()  # copies nothing, unlike isfinite
-    return all(bool(end.isfinite()) for end in ends)  # NaN is either end
 
 
 def read(checkpoint: Checkpoint, name: str) -> Tensor:

@@ -123,6 +123,12 @@ CODES = (*FP8, torch.uint8, torch.int8, torch.int16, torch.int32)  # dtypes of c
 ROWS = 64  # rows that tell whether a plain weight is one
 
 
+def is_finite(tensor: Tensor) -> bool:
+    """Return whether no element is NaN or infinite."""
+    ends = torch.aminmax(tensor) if tensor.numel() else ()  # copies nothing, unlike isfinite
+    return all(bool(end.isfinite()) for end in ends)  # NaN is either end
+
+
 class Kind(Enum):
     """What the codes of a Linear are."""
 

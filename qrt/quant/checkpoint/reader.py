@@ -17,7 +17,7 @@ from qrt.folder import SEPARATE_CONFIGS, is_file, read_config, read_json, stated
 from qrt.location import model_folder
 from qrt.quant.checkpoint.compressed_tensors import check_transforms
 from qrt.quant.checkpoint.cut import Cut, Slices
-from qrt.quant.checkpoint.folder import MISMATCH, Expert, TensorFolder
+from qrt.quant.checkpoint.folder import MISMATCH, WEIGHT, Expert, TensorFolder
 from qrt.quant.checkpoint.format import (
     FLOATS,
     FP8,
@@ -27,6 +27,7 @@ from qrt.quant.checkpoint.format import (
     bias_of,
     codes_of,
     holds_codes,
+    is_finite,
     is_plain,
     left_over,
 )
@@ -190,7 +191,9 @@ class Checkpoint(TensorFolder):
             return Plain().linear(view, module, transposed=True), reading.read
         if not is_plain(tensors, module):
             self._expect_method(tensors, module)
-            return self._format.linear(view, module), reading.read
+            found = self._format.linear(view, module)
+            self._expect_finite(tensors, module, found[1])
+            return found, reading.read
         left = left_over(tensors, module) if self.entry else []
         return Plain().linear(view, module), {*reading.read, *left}
 
@@ -202,6 +205,15 @@ class Checkpoint(TensorFolder):
                 f"{self.path}: {tensors.name_in_messages(name)}: expected {' or '.join(map(str, FLOATS))}, "
                 f"got {tensors.spec(name).dtype}, but config.json has no quantization_config; download it "
                 f"again, or {REMEDY}"
+            )
+
+    def _expect_finite(self, tensors: TensorFolder, module: str, weight: WeightData) -> None:
+        """Raise CheckpointError where the codes or the scales of `module` mean NaN or infinity."""
+        if not is_finite(weight.values if weight.scale is None else weight.scale):
+            name = tensors.name_in_messages(codes_of(tensors, module) or f"{module}{WEIGHT}")
+            raise CheckpointError(
+                f"{self.path}: {name}: expected codes and scales of finite weights, got NaN or infinity; "
+                "download the checkpoint again"
             )
 
     def expect_no_more(self, module: str, read: Collection[str]) -> None:
