@@ -46,7 +46,7 @@ class DecodedCheckpoint(Checkpoint):
             elif base.has(plain := f"{module}{WEIGHT}"):
                 kept.append(plain)
             else:
-                kept = names
+                kept = [name for name in names if not _is_scale(name)]
             codes = codes_of(base, module) or names[0]
             self._shard_of |= {name: base.shard(name if base.has(name) else codes) for name in kept}
         self.origin = _origin(base)
@@ -117,8 +117,12 @@ def _by_module(names: Iterable[str]) -> dict[str, list[str]]:
 
 def _is_kept(name: str) -> bool:
     """Return whether a tensor stays as it is: no codes, no scales of weights, activations or K and V."""
-    ending = name.rpartition(".")[2]
-    return ending not in OWN and not (is_unread(name) and ending.endswith(("_scale", "_zero_point")))
+    return name.rpartition(".")[2] not in OWN and not _is_scale(name)
+
+
+def _is_scale(name: str) -> bool:
+    """Return whether a tensor says how activations, or K and V, are rounded, which qrt never reads."""
+    return is_unread(name) and name.endswith(("_scale", "_zero_point"))
 
 
 def _origin(base: Checkpoint) -> str:

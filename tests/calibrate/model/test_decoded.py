@@ -72,6 +72,25 @@ def test_calibrated_as_the_weights_they_mean(name, layout, settings, source, tmp
     assert any(f"the source has {kind}" in own for own in report.to_json()["findings"])
 
 
+def test_scales_of_activations_and_of_the_cache_are_left_out(source, tmp_path):
+    """As compressed-tensors, vLLM, ModelOpt and AutoFP8 name them: they say nothing about the result."""
+    coded, meant = publish_codes("rows", source("llama"), tmp_path, is_linear)
+    inside = (
+        "k_scale",
+        "v_scale",
+        "attn.k_scale",
+        "k_proj.k_scale",
+        "k_proj.output_scale",
+        "q_proj.input_scale",
+    )
+    names = [f"model.layers.{i}.self_attn.{name}" for i in (0, 1) for name in inside]
+    scaled = altered(coded, tmp_path / "scaled", lambda t: t.update({name: torch.ones(1) for name in names}))
+    settings = {"bits": 4, "group_size": 32, **RTN}
+    qrt.calibrate(scaled, tmp_path / "got", **settings)
+    qrt.calibrate(meant, tmp_path / "want", **settings)
+    same(tmp_path / "got", tmp_path / "want")
+
+
 def test_gpt_oss_as_published(source, tmp_path):
     """transformers says what its blocks mean."""
     plain, settings = source("gpt_oss"), {"scheme": "w8a8", **RTN}
