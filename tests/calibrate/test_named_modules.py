@@ -11,6 +11,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 import qrt
 from byte_tokenizer import save_tokenizer
 from hand_steps import Requests
+from qrt.errors import ConfigError
 from qrt.quant.checkpoint import open_checkpoint
 from qrt.quant.module_names import below
 from qrt_calibrate.convert import convert
@@ -62,6 +63,19 @@ def test_transformers_finds_what_patterns_mean(name, way, override, ignore, tmp_
     read = open_checkpoint(tmp_path / "out")
     stems = {n.rpartition(".")[0] for n in read.names() if n.endswith("weight_scale")}
     assert {read.linear(stem)[0] for stem in stems} == {"w4a16", "w8a16"}
+
+
+@pytest.mark.parametrize("name, part", [("llava", "vision_tower"), ("qwen2_5_vl", "visual")])
+def test_what_reads_images_may_be_ignored_by_its_name(name, part, tmp_path):
+    """As recipes of other tools have it; it is left out anyway, so the same bytes are written."""
+    stored_as(name, "saved", tmp_path / "m")
+    for number, ignore in enumerate(([], [part], [f"model.{part}", f"{part}.*"])):
+        qrt.calibrate(tmp_path / "m", tmp_path / f"out{number}", ignore=ignore, **W4)
+    first, *others = [(tmp_path / f"out{n}" / "model.safetensors").read_bytes() for n in range(3)]
+    assert all(other == first for other in others)
+    for wrong in (f"{part}s", "layers.0"):
+        with pytest.raises(ConfigError, match=f"--ignore '{wrong}' matches no Linear"):
+            qrt.calibrate(tmp_path / "m", tmp_path / "refused", ignore=[wrong], **W4)
 
 
 @pytest.mark.parametrize("settings", [{"scheme": "w8a8"}, {"bits": 8}])

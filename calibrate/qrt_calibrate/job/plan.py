@@ -164,7 +164,7 @@ def plan(checkpoint: Checkpoint, recipe: Recipe, *devices: torch.device) -> Job:
         raise ConfigError(
             f"--seqlen: expected at most the model's {arch.max_position}, got {recipe.seqlen}; lower it"
         )
-    others = {name.rpartition(".")[0] for name in checkpoint.names()}
+    others = {name.rpartition(".")[0] for name in checkpoint.names()} | {*unread(arch, checkpoint)}
     recipe, notes = choose_groups(checkpoint, matched(arch, recipe, others), recipe)
     grids = select(arch, recipe, others)
     if recipe.head:
