@@ -14,19 +14,19 @@ from typing import TYPE_CHECKING, Any
 from qrt.version import __version__
 
 if TYPE_CHECKING:
-    from qrt.async_llm import AsyncLLM
-    from qrt.config import EngineConfig
-    from qrt.llm import LLM
-    from qrt.request.pooling import PoolingParams
-    from qrt.request.structured_outputs import StructuredOutputsParams
-    from qrt.sampling_params import SamplingParams
-    from qrt.text.output import CompletionOutput, RequestOutput
-    from qrt.text.pooling.outputs import (
+    from qrt.answers.output import CompletionOutput, RequestOutput
+    from qrt.answers.pooling.outputs import (
         ClassificationRequestOutput,
         EmbeddingRequestOutput,
         PoolingRequestOutput,
         ScoringRequestOutput,
     )
+    from qrt.async_llm import AsyncLLM
+    from qrt.config import EngineConfig
+    from qrt.llm import LLM
+    from qrt.request.pooling import PoolingParams
+    from qrt.request.sampling import SamplingParams
+    from qrt.request.structured_outputs import StructuredOutputsParams
     from qrt_calibrate.api import calibrate, quantize
 
 __all__ = [
@@ -53,15 +53,15 @@ if find_spec("prometheus_client") is None:  # without [serve], `import *` and he
 _LAZY = {
     "LLM": "qrt.llm",
     "AsyncLLM": "qrt.async_llm",
-    "ClassificationRequestOutput": "qrt.text.pooling.outputs",
-    "CompletionOutput": "qrt.text.output",
-    "EmbeddingRequestOutput": "qrt.text.pooling.outputs",
+    "ClassificationRequestOutput": "qrt.answers.pooling.outputs",
+    "CompletionOutput": "qrt.answers.output",
+    "EmbeddingRequestOutput": "qrt.answers.pooling.outputs",
     "EngineConfig": "qrt.config",
     "PoolingParams": "qrt.request.pooling",
-    "PoolingRequestOutput": "qrt.text.pooling.outputs",
-    "RequestOutput": "qrt.text.output",
-    "SamplingParams": "qrt.sampling_params",
-    "ScoringRequestOutput": "qrt.text.pooling.outputs",
+    "PoolingRequestOutput": "qrt.answers.pooling.outputs",
+    "RequestOutput": "qrt.answers.output",
+    "SamplingParams": "qrt.request.sampling",
+    "ScoringRequestOutput": "qrt.answers.pooling.outputs",
     "StructuredOutputsParams": "qrt.request.structured_outputs",
     "calibrate": "qrt_calibrate.api",
     "quantize": "qrt_calibrate.api",

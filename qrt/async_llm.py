@@ -15,21 +15,21 @@ from inspect import signature
 from itertools import count
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from qrt.answers.collector import RequestCollector
+from qrt.answers.output import RequestOutput
+from qrt.answers.pooling.collector import PooledCollector
+from qrt.answers.pooling.outputs import PoolingOutput, PoolingRequestOutput
+from qrt.answers.pooling.task import with_task
+from qrt.compat.fields import refuse_arguments
+from qrt.compat.settings import refuse_method
 from qrt.engine.engine import Engine
-from qrt.engine.garbage import short_collections
 from qrt.engine.preflight import preflight
 from qrt.errors import ConfigError, UnsupportedError
+from qrt.gc import short_collections
 from qrt.llm import engine_config, reasoning_reader
-from qrt.peer_fields import refuse_arguments
-from qrt.peers import refuse_method
 from qrt.request.pooling import PoolingParams
-from qrt.sampling_params import SamplingParams
-from qrt.text.collector import RequestCollector
-from qrt.text.output import RequestOutput
-from qrt.text.pooling.collector import PooledCollector
-from qrt.text.pooling.inputs import encode
-from qrt.text.pooling.outputs import PoolingOutput, PoolingRequestOutput
-from qrt.text.pooling.task import with_task
+from qrt.request.sampling import SamplingParams
+from qrt.text.pooling_inputs import encode
 from qrt.text.prompt import Prompt, prompt_parts, split_prompts
 from qrt.text.shapes import Shapes
 from qrt.text.tokenizer import Tokenizer

@@ -15,21 +15,21 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from qrt.answers.collector import RequestCollector, outputs_of
+from qrt.answers.output import RequestOutput
+from qrt.answers.pooling.outputs import ScoringRequestOutput
+from qrt.compat.fields import refuse_arguments
+from qrt.compat.settings import has_no_effect, refuse_method, setting
 from qrt.config import EngineConfig
 from qrt.engine.engine import Engine
-from qrt.engine.garbage import short_collections
 from qrt.engine.preflight import preflight
 from qrt.engine.schedule.output import Cause, StepDelta
 from qrt.engine.schedule.scores import Scores, concat
 from qrt.errors import ConfigError, QrtError, UnsupportedError
+from qrt.gc import short_collections
 from qrt.offline.pooling import PoolingCalls
-from qrt.peer_fields import refuse_arguments
-from qrt.peers import has_no_effect, refuse_method, setting
 from qrt.registry import nearest
-from qrt.sampling_params import SamplingParams
-from qrt.text.collector import RequestCollector, outputs_of
-from qrt.text.output import RequestOutput
-from qrt.text.pooling.outputs import ScoringRequestOutput
+from qrt.request.sampling import SamplingParams
 from qrt.text.prompt import Prompt, listed_prompts, plain_ids, split_prompts
 from qrt.text.reasoning import ReasoningReader
 from qrt.text.shapes import Shapes

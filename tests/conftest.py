@@ -26,7 +26,7 @@ import real_model
 from backends import GPU, PTX, PTX_SEED, PTX_SM, PTX_TESTS
 from pairs import covering, numbered
 from ptx import launch
-from qrt.engine.garbage import short_collections
+from qrt.gc import short_collections
 
 GPU_ONLY = os.environ.get("QRT_TEST_GPU") == "only"
 EXHAUSTIVE = os.environ.get("QRT_TEST_EXHAUSTIVE") == "1"

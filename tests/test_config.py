@@ -8,7 +8,7 @@ import torch
 
 from qrt.config import EngineConfig, Environment, KernelBackend
 from qrt.errors import ConfigError
-from qrt.sampling_params import SamplingParams
+from qrt.request.sampling import SamplingParams
 
 BAD_SAMPLING = {
     "n": [0, -1, 1.5, True, "2"],

@@ -14,22 +14,15 @@ from distributions import packages_of
 
 ROOT = Path(__file__).parent.parent
 FLOORS: dict[str, float] = {  # fractions are the rooms of a floor, lower rooms first
-    "qrt.version": 0, "qrt.errors": 0, "qrt.registry": 0, "qrt.config": 0, "qrt.checks": 0,
-    "qrt.sampling_params": 0, "qrt.request": 0,
-    "qrt.assets": 0, "qrt.cli": 0, "qrt.folder": 0, "qrt.peers": 0,
-    "qrt.peer_fields": 0, "qrt.hub": 0, "qrt.hub_errors": 0, "qrt.location": 0,
-    "qrt.quant": 1, "qrt.arch": 1, "qrt.grammar": 1, "qrt.text": 1,
-    "qrt.kernels.garbage": 1,  # needs only Python
-    # what an architecture means in torch alone: the calibrator computes by it too
-    "qrt.layers.rope": 1.1, "qrt.layers.activations": 1.1, "qrt.kernels.route.ref": 1.1,
-    "qrt.model.stacks": 1.2, "qrt.model.names": 1.3,
+    "qrt.version": 0, "qrt.errors": 0, "qrt.registry": 0, "qrt.config": 0, "qrt.checks": 0, "qrt.gc": 0,
+    "qrt.request": 0, "qrt.assets": 0, "qrt.cli": 0, "qrt.model_files": 0, "qrt.compat": 0,
+    "qrt.quant": 1, "qrt.arch": 1, "qrt.grammar": 1, "qrt.text": 1, "qrt.definitions": 1.1,
     "qrt.kernels": 2,
     "qrt.mem": 3,
     "qrt.layers": 4,
     "qrt.model": 5,
     "qrt.engine.schedule": 6, "qrt.engine.constrain": 6.1, "qrt.engine.step": 6.1, "qrt.engine": 6.2,
-    "qrt.engine.ranks": 6.1, "qrt.engine.ranks.process": 6.3,
-    "qrt.text.collector": 6.1, "qrt.text.pooling": 6.1,  # of the engine's deltas
+    "qrt.engine.ranks": 6.1, "qrt.engine.ranks.process": 6.3, "qrt.answers": 6.4,
     "qrt.llm": 7, "qrt.offline": 7, "qrt.serve.settings": 7, "qrt.serve.link": 7.1, "qrt.async_llm": 7.2,
     "qrt.serve.http": 7.2, "qrt.serve.routes": 7.3, "qrt.serve.processes": 7.4, "qrt.serve.command": 7.5,
     "qrt.serve": 7.6,
@@ -42,11 +35,10 @@ FLOORS: dict[str, float] = {  # fractions are the rooms of a floor, lower rooms 
     "qrt_eval.reports": 8.3, "qrt_eval.flags": 8.3, "qrt_eval": 8.4,
 }  # fmt: skip
 TORCH_FREE = (
-    "qrt.version", "qrt.errors", "qrt.registry", "qrt.config", "qrt.checks", "qrt.cli",
-    "qrt.sampling_params", "qrt.request", "qrt.grammar",
-    "qrt.arch", "qrt.mem.slots", "qrt.mem.prefix", "qrt.mem.manager", "qrt.folder", "qrt.peers",
-    "qrt.peer_fields", "qrt.hub", "qrt.hub_errors", "qrt.location", "qrt.engine.preflight",
-    "qrt.engine.schedule", "qrt.serve",
+    "qrt.version", "qrt.errors", "qrt.registry", "qrt.config", "qrt.checks", "qrt.gc", "qrt.cli",
+    "qrt.request", "qrt.grammar", "qrt.arch", "qrt.mem.slots", "qrt.mem.prefix", "qrt.mem.manager",
+    "qrt.model_files", "qrt.compat", "qrt.engine.preflight", "qrt.engine.schedule", "qrt.answers.collector",
+    "qrt.answers.output", "qrt.serve",
 )  # fmt: skip
 
 EXTRAS = {  # who may import what only an extra brings
@@ -58,12 +50,16 @@ EXTRAS = {  # who may import what only an extra brings
 @cache
 def modules() -> dict[str, Path]:
     """Dotted name -> file of every module of the three packages."""
+    tops = (ROOT, "qrt"), (ROOT / "calibrate", "qrt_calibrate"), (ROOT / "eval", "qrt_eval")
+    return {name: path for base, top in tops for name, path in found_in(base, top).items()}
+
+
+def found_in(base: Path, top: str) -> dict[str, Path]:
+    """Dotted name -> file of every module below a folder of `base`."""
     found = {}
-    for base in (ROOT, ROOT / "calibrate", ROOT / "eval"):
-        for top in ("qrt", "qrt_calibrate", "qrt_eval"):
-            for path in sorted((base / top).rglob("*.py")):
-                parts = path.relative_to(base).with_suffix("").parts
-                found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    for path in sorted((base / top).rglob("*.py")):
+        parts = path.relative_to(base).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     return found
 
 
@@ -100,7 +96,7 @@ def test_the_root_imports_only_the_version_by_itself():
 
 def test_no_import_circles():
     """Imports at the top of modules, those under TYPE_CHECKING too, form no circle; the root is in none."""
-    found = modules()
+    found = modules() | found_in(ROOT / "tools", "")
     graph = {module: imported(path, found) for module, path in found.items()}
     try:
         TopologicalSorter(graph).prepare()

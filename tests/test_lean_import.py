@@ -26,7 +26,7 @@ def test_imports_no_torch(module):
 
 
 def test_command_lines_do_not_import_the_hub_client():
-    code = "import sys, qrt.location, qrt.serve.command.cli, qrt_eval.cli, qrt_calibrate.cli;"
+    code = "import sys, qrt.model_files.location, qrt.serve.command.cli, qrt_eval.cli, qrt_calibrate.cli;"
     assert run(f"{code} print({{'huggingface_hub', 'datasets'}} & set(sys.modules))").strip() == "set()"
 
 

@@ -17,7 +17,7 @@ from qrt.llm import LLM
 from qrt.mem.storage import KVStorage
 from qrt.quant.kv import KV_FORMATS
 from qrt.quant.kv.planes import Grid
-from qrt.sampling_params import SamplingParams
+from qrt.request.sampling import SamplingParams
 
 LINE = "int2.format:INT2"
 TEXT = "The Python interpreter reads a file, compiles it and runs the code. " * 8

@@ -18,7 +18,7 @@ from qrt.kernels.linear import explain, kernel, linear, linear_act
 from qrt.llm import LLM
 from qrt.quant.checkpoint import open_checkpoint
 from qrt.quant.weight import WEIGHT_SCHEMES, weight_only
-from qrt.sampling_params import SamplingParams
+from qrt.request.sampling import SamplingParams
 from qrt_calibrate import cli, convert
 from qrt_calibrate.recipe.recipe_file import recipe_of
 from qrt_eval import sweep

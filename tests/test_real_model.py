@@ -19,7 +19,7 @@ import real_model
 from qrt.config import ENV
 from qrt.errors import ConfigError
 from qrt.llm import LLM
-from qrt.sampling_params import SamplingParams
+from qrt.request.sampling import SamplingParams
 from qrt.text.tokenizer import Tokenizer
 from qrt_calibrate.cli import main as calibrate
 from qrt_eval.cli import main as evaluate

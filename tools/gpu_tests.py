@@ -29,8 +29,9 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "eval" / "results"
 PAGE = ROOT / "docs" / "kernels.md"
 BEGIN, END = "<!-- what `make gpu` recorded -->\n", "<!-- end of the record -->\n"
-CODE = ("kernels", "layers", "model", "mem", "quant", "engine")  # folders of qrt whose changes count
+CODE = ("definitions", "kernels", "layers", "model", "mem", "quant", "engine")  # a change counts
 PART_S = 590
+FEW = 12  # files that the page names
 ENVIRONMENT = {**os.environ, "QRT_TEST_GPU": "only"}
 PARTS = {  # what pytest is given
     "linear": ("tests/kernels/linear", "tests/kernels/experts"),
@@ -146,6 +147,15 @@ def changed_files(record: Mapping[str, Any]) -> list[str]:
     return sorted(path for path in {*now, *then} if now.get(path) != then.get(path))
 
 
+def listed(files: Sequence[str]) -> str:
+    """Return a few files by name, and many by how many of each folder there are."""
+    if len(files) <= FEW:
+        return ", ".join(f"`{path}`" for path in files) or "nothing"
+    count = Counter("/".join(path.split("/")[:2]) for path in files)
+    counts = ", ".join(f"{n} in `{folder}`" for folder, n in sorted(count.items()))
+    return f"{len(files)} files ({counts})"
+
+
 def text_of(record: Mapping[str, Any]) -> str:
     """Return the paragraphs that docs/kernels.md shows of a record."""
     about, parts = record["environment"], record["parts"]
@@ -166,8 +176,7 @@ def text_of(record: Mapping[str, Any]) -> str:
         )  # fmt: skip
         lines.append(f"| {name} | {own} |")
     lines += ["", "Failed: " + (", ".join(f"`{name}`" for name in failed) or "none") + "."]
-    changed = changed_files(record)
-    lines += ["", "Changed since: " + (", ".join(f"`{path}`" for path in changed) or "nothing") + "."]
+    lines += ["", f"Changed since: {listed(changed_files(record))}."]
     return "\n".join(lines) + "\n"
 
 

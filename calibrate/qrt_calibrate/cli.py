@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qrt.cli import ArgumentParser, add_hub_flags, run_main
-from qrt.location import EXPECTED, short_name
+from qrt.model_files.location import EXPECTED, short_name
 
 if TYPE_CHECKING:
     from argparse import _ArgumentGroup

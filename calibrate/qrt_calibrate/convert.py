@@ -15,10 +15,10 @@ from qrt.arch import Arch
 from qrt.arch.pooling import read_model
 from qrt.arch.read import read_arch
 from qrt.cli import ArgumentParser, add_hub_flags, run_main
+from qrt.definitions.names import place_names, unread
 from qrt.errors import CheckpointError, UnsupportedError
-from qrt.folder import read_config
-from qrt.location import EXPECTED, model_folder, model_name
-from qrt.model.names import place_names, unread
+from qrt.model_files.folder import read_config
+from qrt.model_files.location import EXPECTED, model_folder, model_name
 from qrt.quant.checkpoint import Checkpoint, awq, gptq, open_checkpoint
 from qrt.quant.checkpoint.compressed_tensors import quantization_config, targets_of
 from qrt.quant.checkpoint.config_group import layout_of

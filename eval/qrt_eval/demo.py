@@ -17,7 +17,7 @@ from rich.table import Table
 
 from qrt.cli import run_main
 from qrt.llm import LLM
-from qrt.sampling_params import SamplingParams
+from qrt.request.sampling import SamplingParams
 from qrt_eval.inputs.text import load_text
 from qrt_eval.quality.ppl import quick_perplexity, scorer
 from qrt_eval.results.console import show

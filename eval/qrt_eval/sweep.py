@@ -21,7 +21,7 @@ from qrt.cli import check_output
 from qrt.config import EngineConfig
 from qrt.engine.engine import Engine
 from qrt.errors import ConfigError, QrtError
-from qrt.location import api_name, model_commit, pinned_name, short_name
+from qrt.model_files.location import api_name, model_commit, pinned_name, short_name
 from qrt.quant.weight import WEIGHT_SCHEMES, quantized, weight_only
 from qrt.registry import nearest
 from qrt_eval.inputs.lengths import Fixed

@@ -10,7 +10,7 @@ from typing import Any
 from qrt.arch.base import Arch
 from qrt.arch.read import architecture, body_of, read_arch
 from qrt.errors import CheckpointError, ConfigError, UnsupportedError
-from qrt.folder import MODULES, PLAIN_FOLDER, is_file, read_json, read_list
+from qrt.model_files.folder import MODULES, PLAIN_FOLDER, is_file, read_json, read_list
 
 KINDS = ("last", "mean", "all")
 MODES = {"lasttoken": "last", "mean": "mean"}  # sentence-transformers' names of what a decoder has

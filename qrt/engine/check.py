@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from qrt.arch.pooling import KINDS, Pooling
 from qrt.checks import is_integer
 from qrt.errors import ConfigError
+from qrt.request.sampling import SamplingParams
 from qrt.request.thinking import Thinking
-from qrt.sampling_params import SamplingParams
 
 
 class RequestCheck:

@@ -29,9 +29,9 @@ from qrt.mem.manager import KVManager
 from qrt.mem.sizing import slot_bytes
 from qrt.mem.windows import WindowSlots, held_slots
 from qrt.model.decoder import Decoder
+from qrt.request.sampling import SamplingParams
 from qrt.request.structured_outputs import StructuredOutputsParams
 from qrt.request.thinking import Thinking
-from qrt.sampling_params import SamplingParams
 
 if TYPE_CHECKING:  # only ranks need what it imports
     from qrt.engine.ranks.group import RankGroup

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from qrt.errors import CheckpointError, ConfigError
-from qrt.folder import is_file, read_json
-from qrt.sampling_params import SamplingParams
+from qrt.model_files.folder import is_file, read_json
+from qrt.request.sampling import SamplingParams
 
 logger = logging.getLogger(__name__)
 

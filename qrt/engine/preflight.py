@@ -16,8 +16,8 @@ from qrt.arch.pooling import Pooling, overridden, read_pooling
 from qrt.arch.read import read_arch
 from qrt.config import EngineConfig
 from qrt.errors import ConfigError
-from qrt.folder import read_config
-from qrt.location import model_commit, model_folder, model_name, tokenizer_folder
+from qrt.model_files.folder import read_config
+from qrt.model_files.location import model_commit, model_folder, model_name, tokenizer_folder
 from qrt.quant.kv import KV_FORMATS, UNQUANTIZED_KV
 
 DEVICE = re.compile(r"(cuda|cpu)(:\d{1,2})?|\d{1,2}")  # an index alone names a GPU, as in torch

@@ -36,8 +36,8 @@ from tqdm import tqdm
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from qrt.gc import garbage_left
 from qrt.kernels.descriptor import Descriptor
-from qrt.kernels.garbage import garbage_left
 
 logger = logging.getLogger(__name__)
 

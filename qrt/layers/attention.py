@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from qrt.definitions.rope import RopeTables, turn
 from qrt.kernels.attention import attend_chunks, attend_decodes, store
 from qrt.kernels.gpu import aside, together
 from qrt.kernels.head_norms import HeadNorms
@@ -18,7 +19,6 @@ from qrt.kernels.scores import Scores
 from qrt.kernels.step import KVLayer, StepMeta
 from qrt.layers.linear import Linear
 from qrt.layers.norm import NormLayer, RMSNorm, WholeNorm
-from qrt.layers.rope import RopeTables, turn
 
 HeadNorm = NormLayer | WholeNorm
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from qrt.definitions.activations import XIELU
 from qrt.kernels.act_mul import act_mul
-from qrt.layers.activations import XIELU
 from qrt.layers.linear import Linear
 
 

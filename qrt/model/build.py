@@ -12,20 +12,20 @@ from tqdm import tqdm
 from qrt.arch import Arch
 from qrt.arch.experts import Experts
 from qrt.arch.part import WHOLE, Part, head_rows, heads, of_rank
+from qrt.definitions.activations import XIELU
+from qrt.definitions.rope import RopeTables, tables_by_length
+from qrt.definitions.stacks import Stack, expert_stacks, head_channels, stacks
 from qrt.errors import UnsupportedError
 from qrt.kernels.peers import Peers
 from qrt.kernels.scores import Scores
-from qrt.layers.activations import XIELU
 from qrt.layers.attention import Attention, HeadNorm, Heads
 from qrt.layers.embedding import Embedding
 from qrt.layers.experts import Chooser, ExpertLinear, Mixture
 from qrt.layers.linear import Linear
 from qrt.layers.mlp import MLP, XIELUMLP
 from qrt.layers.norm import LayerNorm, NormLayer, RMSNorm, WholeNorm
-from qrt.layers.rope import RopeTables, tables_by_length
 from qrt.model.decoder import Decoder, DecoderLayer, Norms
 from qrt.model.fused import FusedDecoder
-from qrt.model.stacks import Stack, expert_stacks, head_channels, stacks
 from qrt.quant.weight import WeightData
 
 XIELU_PARTS = ("alpha_p", "alpha_n", "beta", "eps")

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from qrt.arch import Arch
 from qrt.arch.part import Part, head_rows
+from qrt.definitions.rope import RopeTables
 from qrt.kernels.exchange import total
 from qrt.kernels.gpu import launches_on
 from qrt.kernels.peers import Peers
@@ -26,7 +27,6 @@ from qrt.layers.experts import ExpertLinear, Mixture
 from qrt.layers.linear import Linear
 from qrt.layers.mlp import MLP
 from qrt.layers.norm import NormLayer, normed
-from qrt.layers.rope import RopeTables
 from qrt.mem.storage import KVStorage
 
 

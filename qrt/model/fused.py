@@ -23,6 +23,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from qrt.definitions.rope import RopeTables
 from qrt.kernels.act_mul import act_mul, act_mul_int8
 from qrt.kernels.attention import append
 from qrt.kernels.chain import chain, from_attention, to_attention
@@ -38,7 +39,6 @@ from qrt.layers.experts import Mixture
 from qrt.layers.linear import Linear
 from qrt.layers.mlp import MLP
 from qrt.layers.norm import NormLayer, RMSNorm, normed
-from qrt.layers.rope import RopeTables
 from qrt.mem.storage import KVStorage
 from qrt.model import merged
 from qrt.model.decoder import Decoder, DecoderLayer

@@ -14,15 +14,15 @@ from qrt.arch import Arch
 from qrt.arch.part import Part
 from qrt.arch.read import read_arch
 from qrt.checks import first_few
+from qrt.definitions.names import CORRECTION, check_names, place_names
+from qrt.definitions.stacks import Stack
 from qrt.errors import CheckpointError, UnsupportedError
 from qrt.kernels.peers import Peers
 from qrt.layers.experts import ExpertLinear
 from qrt.layers.linear import Linear
 from qrt.model.build import XIELU_PARTS, build
 from qrt.model.decoder import Decoder
-from qrt.model.names import CORRECTION, check_names, place_names
 from qrt.model.random import RandomWeights
-from qrt.model.stacks import Stack
 from qrt.quant.checkpoint import Checkpoint, open_checkpoint
 from qrt.quant.checkpoint.cut import Cut, InsideGroup
 from qrt.quant.checkpoint.folder import WEIGHT, mismatch

@@ -11,8 +11,8 @@ from torch import Tensor
 from qrt.arch import Arch
 from qrt.arch.base import POOLING_HEADS
 from qrt.arch.pooling import Pooling
+from qrt.definitions.names import place_names
 from qrt.errors import CheckpointError
-from qrt.model.names import place_names
 from qrt.quant.checkpoint import Checkpoint
 from qrt.quant.checkpoint.format import FLOATS
 from qrt.quant.module_names import below

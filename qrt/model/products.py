@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from qrt.definitions.stacks import stacks
 from qrt.kernels import experts
 from qrt.kernels.linear import explain
 from qrt.kernels.linear.product import Epilogue
@@ -18,7 +19,6 @@ from qrt.model.decoder import Decoder
 from qrt.model.fused import FusedDecoder
 from qrt.model.links import Links
 from qrt.model.merged import takes_int8
-from qrt.model.stacks import stacks
 from qrt.quant.weight import WEIGHT_SCHEMES
 
 CHAINED = "One operator computes all between two attentions (qrt.kernels.chain)."

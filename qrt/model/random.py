@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from qrt.arch import Arch
+from qrt.definitions.stacks import Stack
 from qrt.layers.experts import ExpertLinear
 from qrt.layers.linear import Linear
 from qrt.model.build import build
 from qrt.model.decoder import Decoder
-from qrt.model.stacks import Stack
 from qrt.quant import e2m1
 from qrt.quant.progressive import round_channel
 from qrt.quant.spec import Codes, Granularity, QuantSpec

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from qrt.definitions.rope import turn
 from qrt.errors import QrtError
 from qrt.kernels.step import Chunks, PrefillMeta, StepMeta
 from qrt.layers.norm import normed
-from qrt.layers.rope import turn
 from qrt.mem.storage import KVStorage
 from qrt.model.decoder import Decoder
 from qrt.quant.kv import KV_FORMATS

@@ -9,16 +9,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from qrt.arch.pooling import Pooling
-from qrt.engine.engine import Engine
-from qrt.engine.garbage import short_collections
-from qrt.engine.schedule.output import StepDelta
-from qrt.errors import ConfigError
-from qrt.peer_fields import refuse_arguments
-from qrt.request.pooling import PoolingParams
-from qrt.text.pooling.collector import PooledCollector
-from qrt.text.pooling.inputs import encode, pair_up
-from qrt.text.pooling.outputs import (
+from qrt.answers.pooling.collector import PooledCollector
+from qrt.answers.pooling.outputs import (
     ClassificationOutput,
     ClassificationRequestOutput,
     EmbeddingOutput,
@@ -28,8 +20,16 @@ from qrt.text.pooling.outputs import (
     ScoringOutput,
     ScoringRequestOutput,
 )
-from qrt.text.pooling.pairs import Pairs
-from qrt.text.pooling.task import vector_size, with_task
+from qrt.answers.pooling.pairs import Pairs
+from qrt.answers.pooling.task import vector_size, with_task
+from qrt.arch.pooling import Pooling
+from qrt.compat.fields import refuse_arguments
+from qrt.engine.engine import Engine
+from qrt.engine.schedule.output import StepDelta
+from qrt.errors import ConfigError
+from qrt.gc import short_collections
+from qrt.request.pooling import PoolingParams
+from qrt.text.pooling_inputs import encode, pair_up
 from qrt.text.prompt import Prompt, listed_prompts, prompt_parts
 from qrt.text.tokenizer import Tokenizer
 

@@ -18,19 +18,19 @@ from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
+from qrt.answers.collector import RequestCollector
+from qrt.answers.output import TextDelta, TokenLogprobs
 from qrt.async_llm import AsyncLLM
 from qrt.cli import ArgumentParser, run_main
 from qrt.config import EngineConfig
 from qrt.engine.preflight import preflight
 from qrt.errors import ConfigError, QueueFullError, UnsupportedError
-from qrt.location import EXPECTED, api_name, model_folder
-from qrt.sampling_params import SamplingParams
+from qrt.model_files.location import EXPECTED, api_name, model_folder
+from qrt.request.sampling import SamplingParams
 from qrt.serve.command.cli import engine_config
 from qrt.serve.command.flag_groups import GROUPS
 from qrt.serve.link.engine_client import EngineError
 from qrt.serve.link.metrics import BLOCK
-from qrt.text.collector import RequestCollector
-from qrt.text.output import TextDelta, TokenLogprobs
 from qrt.text.tokenizer import Tokenizer
 
 FLAGS = ("model", "kv", "engine")  # groups of qrt-serve's flags

@@ -16,7 +16,7 @@ from typing import Any
 from qrt.async_llm import AsyncLLM
 from qrt.errors import ConfigError, UnsupportedError
 from qrt.llm import engine_config
-from qrt.location import EXPECTED, api_name
+from qrt.model_files.location import EXPECTED, api_name
 from qrt.registry import nearest
 from qrt.serve.link.metric_names import MetricNames
 from qrt.serve.settings import ServerConfig

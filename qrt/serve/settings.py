@@ -7,10 +7,10 @@ import re
 from dataclasses import dataclass
 
 from qrt.errors import ConfigError
-from qrt.sampling_params import MAX_LOGPROBS
+from qrt.request.sampling import MAX_LOGPROBS
 
 # Limits on everything by which a small request could cause much work. Those with a flag are in ServerConfig
-# and EngineConfig, those of SamplingParams in qrt.sampling_params.
+# and EngineConfig, those of SamplingParams in qrt.request.sampling.
 MAX_BODY_BYTES = 16 * 2**20
 MAX_HEADER_BYTES = 64 * 2**10
 MAX_HEADERS = 128

@@ -11,7 +11,7 @@ from copy import copy
 from functools import cached_property
 from itertools import islice
 
-from qrt.sampling_params import SamplingParams
+from qrt.request.sampling import SamplingParams
 from qrt.text.tokenizer import Tokenizer
 
 INCOMPLETE = "\ufffd"  # decoders write it for bytes that are no character, or not yet a whole one

@@ -15,7 +15,7 @@ import tokenizers
 from tokenizers import AddedToken, processors
 
 from qrt.errors import CheckpointError, QrtError, UnsupportedError
-from qrt.folder import TOKENIZER, TOKENIZER_CONFIG, expect_at_most, is_file, read_json
+from qrt.model_files.folder import TOKENIZER, TOKENIZER_CONFIG, expect_at_most, is_file, read_json
 from qrt.text.token_settings import SETTINGS, Loaded, processor_template, read_settings, with_settings
 from qrt.text.vocabulary.tekken import TEKKEN, read_tekken
 

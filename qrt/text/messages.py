@@ -10,9 +10,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from qrt.compat.fields import MESSAGE_FIELDS
+from qrt.compat.settings import refused
 from qrt.errors import ConfigError, UnsupportedError
-from qrt.peer_fields import MESSAGE_FIELDS
-from qrt.peers import refused
 
 Message = Mapping[str, Any]  # {"role": ..., "content": ...}
 TEXT_PARTS = ("text", "input_text", "output_text")

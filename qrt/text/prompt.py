@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from qrt.checks import is_integer, plain
+from qrt.compat.fields import PROMPT_FIELDS
+from qrt.compat.settings import refuse
 from qrt.errors import ConfigError
-from qrt.peer_fields import PROMPT_FIELDS
-from qrt.peers import refuse
 from qrt.registry import nearest
 from qrt.text.tokenizer import Tokenizer
 

@@ -8,8 +8,8 @@ from functools import cached_property
 
 from qrt.grammar.check import Checker
 from qrt.grammar.vocabulary import Vocabulary
+from qrt.request.sampling import SamplingParams
 from qrt.request.structured_outputs import StructuredOutputsParams
-from qrt.sampling_params import SamplingParams
 from qrt.text.tokenizer import Tokenizer
 
 

@@ -13,7 +13,7 @@ import tokenizers
 from tokenizers import AddedToken
 from tokenizers.processors import TemplateProcessing
 
-from qrt.folder import TOKENIZER_CONFIG, is_file, read_json
+from qrt.model_files.folder import TOKENIZER_CONFIG, is_file, read_json
 
 SPECIAL_MAP, ADDED = "special_tokens_map.json", "added_tokens.json"
 PROCESSOR_TEMPLATES = ("processor_config.json", "chat_template.json")  # the first that has one counts

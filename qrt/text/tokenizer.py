@@ -10,7 +10,7 @@ from typing import Any
 
 from qrt.errors import CheckpointError, ConfigError
 from qrt.grammar.marks import is_mark
-from qrt.location import tokenizer_folder
+from qrt.model_files.location import tokenizer_folder
 from qrt.text.chat_template import ChatTemplate
 from qrt.text.loading import load, load_transformers
 from qrt.text.messages import Message

@@ -11,8 +11,8 @@ import transformers.models.auto.modeling_auto
 
 from qrt.arch import ARCHS, Arch
 from qrt.arch.read import architecture, read_arch
+from qrt.definitions.rope import frequencies
 from qrt.errors import CheckpointError, UnsupportedError
-from qrt.layers.rope import frequencies
 from qrt_eval.reports.models import NEEDED
 
 SIZES = {

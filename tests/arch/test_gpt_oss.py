@@ -6,8 +6,8 @@ from transformers import GptOssConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from qrt.arch.read import read_arch
+from qrt.definitions.rope import frequencies
 from qrt.errors import UnsupportedError
-from qrt.layers.rope import frequencies
 
 PUBLISHED = {  # of the 20B model
     "architectures": ["GptOssForCausalLM"], "attention_bias": True, "eos_token_id": 200002,

@@ -6,8 +6,8 @@ from transformers import Llama4TextConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from qrt.arch.read import read_arch
+from qrt.definitions.rope import frequencies
 from qrt.errors import CheckpointError, UnsupportedError
-from qrt.layers.rope import frequencies
 
 SCOUT = {  # the text half of the 16 experts' model
     "attention_bias": False, "attention_chunk_size": 8192, "attn_scale": 0.1, "attn_temperature_tuning": True,

@@ -13,9 +13,9 @@ import qrt
 from byte_tokenizer import save_tokenizer
 from hand_steps import Requests
 from qrt.arch.read import read_arch
+from qrt.definitions.names import place_names
+from qrt.definitions.stacks import part_rows
 from qrt.errors import ConfigError, UnsupportedError
-from qrt.model.names import place_names
-from qrt.model.stacks import part_rows
 from qrt.quant.checkpoint import open_checkpoint
 from qrt.quant.checkpoint.compressed_tensors import target_of
 from qrt_calibrate.estimate.preflight import preflight

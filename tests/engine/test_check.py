@@ -5,7 +5,7 @@ import pytest
 
 from qrt.engine.check import RequestCheck
 from qrt.errors import ConfigError
-from qrt.sampling_params import SamplingParams
+from qrt.request.sampling import SamplingParams
 
 VOCAB, EOS = 50, 7
 PLAIN = SamplingParams()

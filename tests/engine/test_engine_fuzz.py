@@ -27,7 +27,7 @@ from qrt.engine.schedule import admission, lookahead, sharing
 from qrt.engine.schedule.request import FinishReason
 from qrt.errors import ConfigError, QueueFullError
 from qrt.mem import sizing, windows
-from qrt.sampling_params import SamplingParams
+from qrt.request.sampling import SamplingParams
 
 _alone = fake_engine(max_num_seqs=1, enable_prefix_caching=False, overlap=False)
 

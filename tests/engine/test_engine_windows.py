@@ -15,7 +15,7 @@ from qrt.engine.schedule import admission, lookahead
 from qrt.engine.step.graphs import TokenSteps
 from qrt.mem import sizing, windows
 from qrt.mem.windows import LayerGroups, held_slots
-from qrt.sampling_params import SamplingParams
+from qrt.request.sampling import SamplingParams
 from zoo import WINDOW, make
 
 OUTPUT = 24

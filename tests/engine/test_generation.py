@@ -7,7 +7,7 @@ import pytest
 
 from qrt.engine.generation import GenerationConfig
 from qrt.errors import CheckpointError
-from qrt.sampling_params import SamplingParams
+from qrt.request.sampling import SamplingParams
 
 
 def read(folder, **entries):

@@ -18,8 +18,8 @@ import jsonschema
 import numpy as np
 
 from qrt import LLM, SamplingParams
+from qrt.answers.output import CompletionOutput
 from qrt.errors import QrtError
-from qrt.text.output import CompletionOutput
 
 PROMPT = "JSON: "
 MOST_TOKENS = 1024  # of an answer: what goes on for longer rarely ends

@@ -7,8 +7,8 @@ import torch
 from operators import check_operator
 
 from backends import COMPILED
+from qrt.definitions.activations import ACTIVATIONS
 from qrt.kernels.act_mul import act_mul, act_mul_int8, kernel, ref
-from qrt.layers.activations import ACTIVATIONS
 from qrt.quant import affine
 
 CPU = torch.device("cpu")

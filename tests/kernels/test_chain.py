@@ -6,13 +6,13 @@ from offline_cuda import compiled
 from operators import check_operator
 
 from backends import GPU, PTX
+from qrt.definitions.activations import ACTIVATIONS
 from qrt.kernels import chain as package
 from qrt.kernels.chain import Link, chain, fits, kernel, one_token_kernel, ref
 from qrt.kernels.linear import choose
 from qrt.kernels.linear.tiles import digits_kernel
 from qrt.kernels.linear.tiles.make_digits_kernel import make_digits
 from qrt.kernels.peers import EXACT_TOKENS
-from qrt.layers.activations import ACTIVATIONS
 from qrt.quant.digits import MOST_TOKENS, room_for
 from qrt.quant.weight import WEIGHT_SCHEMES
 from random_weights import random_weight, reference, relative

@@ -6,7 +6,8 @@ import pytest
 import torch
 from operators import check_operator
 
-from qrt.kernels.route import kernel, ref, route
+from qrt.definitions import router as ref
+from qrt.kernels.route import kernel, route
 
 PLAIN = {
     "correction": None, "bias": None, "score": "softmax", "renormalize": False, "factor": 1.0, "groups": 1,

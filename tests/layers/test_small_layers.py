@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from qrt.layers.activations import ACTIVATIONS
+from qrt.definitions.activations import ACTIVATIONS
 from qrt.layers.embedding import Embedding
 from qrt.layers.linear import Linear
 from qrt.layers.mlp import MLP

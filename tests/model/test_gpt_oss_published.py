@@ -16,7 +16,7 @@ from qrt.engine.engine import Engine
 from qrt.errors import CheckpointError
 from qrt.model.loader import load_model
 from qrt.quant.checkpoint import open_checkpoint
-from qrt.sampling_params import SamplingParams
+from qrt.request.sampling import SamplingParams
 from tiny_models import altered
 from truth import ours, prompt, relative, theirs
 from zoo import make

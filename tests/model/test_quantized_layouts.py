@@ -13,8 +13,8 @@ import pytest
 from cases import one_in
 from hand_steps import Requests
 from qrt.arch.read import read_arch
+from qrt.definitions.stacks import stacks
 from qrt.errors import CheckpointError
-from qrt.model.stacks import stacks
 from qrt.quant.checkpoint import open_checkpoint
 from qrt.quant.weight import WEIGHT_SCHEMES
 from tiny_models import altered, quantize_checkpoint

@@ -8,9 +8,9 @@ from safetensors.torch import load_file, save_file
 
 from hand_steps import Requests
 from qrt.arch.read import read_arch
-from qrt.folder import read_config
-from qrt.model.names import place_names
-from qrt.model.stacks import part_rows
+from qrt.definitions.names import place_names
+from qrt.definitions.stacks import part_rows
+from qrt.model_files.folder import read_config
 from qrt.quant.checkpoint import open_checkpoint
 from truth import ours, prompt
 from zoo import MODELS, make

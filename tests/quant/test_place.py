@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from qrt.errors import CheckpointError, ConfigError
-from qrt.folder import SINGLE
+from qrt.model_files.folder import SINGLE
 from qrt.quant.checkpoint import open_checkpoint
 from qrt.quant.checkpoint.folder import TensorFolder
 from qrt.quant.checkpoint.making import place

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from qrt.arch.rope import RopeConfig
-from qrt.layers.rope import rope_tables
+from qrt.definitions.rope import rope_tables
 from qrt.quant.kv import KV_FORMATS, smoothing
 
 T, HQ, HKV, D = 256, 6, 2, 64

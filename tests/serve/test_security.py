@@ -22,7 +22,7 @@ from servers import ThreadServer, bearer, refused, wait_idle, wait_until
 import qrt.serve.http.http_errors as http_errors
 import qrt.serve.http.service as service
 from qrt.cli import LineFormatter
-from qrt.peer_fields import FIELDS as PEER_FIELDS
+from qrt.compat.fields import FIELDS as PEER_FIELDS
 from qrt.serve.routes.lightllm import GenerateRequest
 from qrt.serve.routes.messages.body import MessagesRequest
 from qrt.serve.routes.protocol import ChatCompletionRequest, CompletionRequest

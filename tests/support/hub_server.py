@@ -21,8 +21,8 @@ from urllib.parse import unquote
 
 import pytest
 
-from qrt import hub as hub_module
-from qrt import hub_errors
+from qrt.model_files import hub as hub_module
+from qrt.model_files import hub_errors
 
 TOKEN = "hf_secret-of-the-test"
 LARGE = (".safetensors", ".bin", ".gguf", ".pth")  # files that are sent through a redirect

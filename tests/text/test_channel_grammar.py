@@ -13,8 +13,8 @@ from qrt.errors import ConfigError, UnsupportedError
 from qrt.grammar.compiled import Grammars
 from qrt.grammar.spec import Grammar
 from qrt.grammar.vocabulary import Vocabulary
+from qrt.request.sampling import SamplingParams
 from qrt.request.structured_outputs import StructuredOutputsParams
-from qrt.sampling_params import SamplingParams
 from qrt.text.answer import AnswerFormat, ContentText, ReasoningText
 from qrt.text.reasoning import ReasoningReader
 from qrt.text.tool_calls import Callee, Calls, ToolCall, channel_grammar

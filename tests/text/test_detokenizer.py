@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import small_tokenizers
-from qrt.sampling_params import SamplingParams
+from qrt.request.sampling import SamplingParams
 from qrt.text.detokenizer import LONGEST_WINDOW, Detokenizer, StopStrings, TextStream
 from qrt.text.tokenizer import Tokenizer
 

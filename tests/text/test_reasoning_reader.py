@@ -6,8 +6,8 @@ from tokenizers import AddedToken
 
 import small_tokenizers
 from qrt.errors import ConfigError
+from qrt.request.sampling import SamplingParams
 from qrt.request.thinking import Thinking
-from qrt.sampling_params import SamplingParams
 from qrt.text.chat_template import ChatTemplate
 from qrt.text.reasoning import FORMATS, ReasoningReader
 from qrt.text.reasoning.counting import ReasoningCounter

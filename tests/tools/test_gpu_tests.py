@@ -86,6 +86,12 @@ def test_a_record_says_what_failed_was_cut_off_and_has_changed():
     assert "Changed since: `qrt/engine/engine.py`, `qrt/mem/gone.py`, `qrt/mem/slots.py`." in text
 
 
+def test_many_changed_files_are_counted():
+    files = [f"qrt/mem/{i}.py" for i in range(12)]
+    assert gpu_tests.listed(files[:2]) == "`qrt/mem/0.py`, `qrt/mem/1.py`"
+    assert gpu_tests.listed([*files, "qrt/engine/a/b.py"]) == "13 files (1 in `qrt/engine`, 12 in `qrt/mem`)"
+
+
 def test_all_tests_of_kernels_are_in_one_part():
     named = [path for paths in gpu_tests.PARTS.values() for path in paths]
     assert len(named) == len(set(named)) and all((gpu_tests.ROOT / path).exists() for path in named)

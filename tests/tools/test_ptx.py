@@ -6,8 +6,9 @@ import torch
 
 from backends import PTX, PTX_SM
 from ptx import launch
-from ptx.grid import Grid
-from ptx.memory import Descriptor, Tensors, swizzled
+from ptx.grid import Grid, Order
+from ptx.operations import OPERATIONS
+from ptx.tensors import Descriptor, Tensors, swizzled
 from ptx.text import parse
 from ptx.values import Fault
 from qrt.kernels.decode_attention import kernel as decode_attention
@@ -48,7 +49,8 @@ def run(body, out, threads=32, programs=1, source=None, written=(), **options):
     if source is not None:
         rows, columns = source.shape
         box = Descriptor(source.data_ptr(), [rows, columns], [columns * 2, 2], [8, 32], 2, SWIZZLED)
-    Grid(parse(KERNEL % (threads, body)), (programs,), [out.data_ptr(), box], tensors, 4096, **options).run()
+    code, order = parse(KERNEL % (threads, body)), Order(**options)
+    Grid(code, OPERATIONS, (programs,), [out.data_ptr(), box], tensors, 4096, order).run()
     return out
 
 

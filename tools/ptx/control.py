@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
-from ptx.memory import Barrier, signal
+from ptx.grid import Barrier, Grid
+from ptx.memory import signal
 from ptx.text import Instruction
 from ptx.values import LANE, Fault, Lanes, Work, whole_warps
-
-if TYPE_CHECKING:
-    from ptx.grid import Grid
 
 
 def _nothing(grid: Grid, i: Instruction) -> Work:

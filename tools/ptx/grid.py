@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from ptx import arithmetic, control, memory, tensor_cores
+from ptx import arithmetic
 from ptx.deferred import Deferred
-from ptx.memory import Barrier, Descriptor, Tensors
 from ptx.races import Races
+from ptx.tensors import Descriptor, Tensors
 from ptx.text import Code, Instruction, groups
 from ptx.values import LANE, REGISTERS, SHARED_BASE, UNSIGNED, Fault, Lanes, Read, Work, dtype_of
 
 PARAMETERS, PARAMETER = 1 << 46, 256  # address of the first parameter, and the distance between two
 _IDLE_TURNS = 256  # after which a copy arrives, if programs ask for it again and again
-_OPERATIONS = control.OPERATIONS | memory.OPERATIONS | tensor_cores.OPERATIONS
 _ENDS = ("bra", "brx", "ret", "exit", "bar", "barrier", "mbarrier", "cp")  # they end a turn
 
 
-class Grid:
-    """Run all programs of a launch side by side, as if all of them fitted at once.
+@dataclass(frozen=True)
+class Order:
+    """In which order what runs at the same time happens.
 
-    parameters   what the kernel is given: int, float or Descriptor each
-    shared       bytes of a program's shared memory
     copies       arrive "late", when nothing else can continue, or "early", when they are asked for; then
                  warps that have asked for copies run before all others
     overlaps     the kernel starts before the one before is done, and has to wait for that itself
@@ -32,10 +31,46 @@ class Grid:
                  place run together
     """
 
+    copies: str = "late"
+    overlaps: bool = False
+    seed: int | None = None
+
+
+@dataclass
+class Barrier:
+    """Hold an mbarrier.
+
+    count           arrivals of a phase
+    pending         arrivals that are missing
+    known           what those who have arrived knew (see `Races`)
+    missing_bytes   bytes that have not come yet
+    phase           phases that are over
+    """
+
+    count: int
+    pending: int
+    known: np.ndarray
+    missing_bytes: int = 0
+    phase: int = 0
+
+
+LATE = Order()
+Operation = Callable[["Grid", Instruction], Work]
+
+
+class Grid:
+    """Run all programs of a launch side by side, as if all of them fitted at once.
+
+    operations   what each instruction does that is no arithmetic, by its name
+    parameters   what the kernel is given: int, float or Descriptor each
+    shared       bytes of a program's shared memory
+    """
+
     def __init__(
-        self, code: Code, shape: Sequence[int], parameters: Sequence[int | float | Descriptor],
-        tensors: Tensors, shared: int, copies: str = "late", overlaps: bool = False, seed: int | None = None,
+        self, code: Code, operations: Mapping[str, Operation], shape: Sequence[int],
+        parameters: Sequence[int | float | Descriptor], tensors: Tensors, shared: int, order: Order = LATE,
     ) -> None:  # fmt: skip
+        self._operations = operations
         self.code, self.tensors, self.shape = code, tensors, (*shape, 1, 1)[:3]
         self.threads, programs = code.threads, int(np.prod(shape))
         self.lanes = programs * self.threads
@@ -44,18 +79,18 @@ class Grid:
         self.shared_bytes = SHARED_BASE + shared
         self.shared = np.full(programs * self.shared_bytes, 0xFF, np.uint8)
         self.races = Races(programs, self.threads // 32, self.shared_bytes)
-        self.races.knows[:, -1] = not overlaps
+        self.races.knows[:, -1] = not order.overlaps
         self.registers: dict[str, np.ndarray] = {}
         self.pc, warps = np.zeros(self.lanes, np.int32), self.lanes // 32
         self.done, self.blocked = np.zeros(warps, bool), np.zeros(warps, bool)
         self.barriers: dict[tuple[int, int], Barrier] = {}  # mbarriers by program and address
         self.met: dict[tuple[int, int], list[int]] = {}  # warps by program and number of a barrier
-        self.copies: list[tuple] = []
+        self.copies: list[Callable[[], None]] = []  # what delivers each
         self.fetchers = np.zeros(warps, bool)  # warps that have asked for copies
         self.hasty = np.zeros(programs, bool)  # programs that let the next kernel start before they waited
-        self._early = copies == "early"
+        self._early = order.copies == "early"
         self.products, self.fetches = Deferred(self.lanes), Deferred(self.lanes)
-        self.random = None if seed is None else np.random.default_rng(seed)
+        self.random = None if order.seed is None else np.random.default_rng(order.seed)
         self._waiting: dict[tuple, list[int]] = {}  # warps, by the key they wait for
         self._last_turn, self._turns = np.zeros(warps, np.int64), 0
         self._steps = [self._compile(i) for i in code.instructions]
@@ -73,7 +108,7 @@ class Grid:
                 self._turns += 1
                 if self.copies and (len(ready) == 0 or self._copy_is_due()):
                     which = 0 if self.random is None else int(self.random.integers(len(self.copies)))
-                    memory.arrive(self, *self.copies.pop(which))
+                    self.copies.pop(which)()
                 elif len(ready):
                     first = ready[self.fetchers[ready]] if self._early else ready
                     self._turn(first if len(first) else ready)
@@ -216,8 +251,8 @@ class Grid:
 
     def _compile(self, i: Instruction) -> Work:
         name = i.opcode[0]
-        if name in _OPERATIONS:
-            work = _OPERATIONS[name](self, i)
+        if name in self._operations:
+            work = self._operations[name](self, i)
         elif name in arithmetic.OPERATIONS:
             compute, kinds = arithmetic.OPERATIONS[name](i.opcode)
             write = self.writer(i.operands[0].split("|")[0])

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ptx.grid import Grid
-from ptx.memory import Descriptor, Tensors
+from ptx.grid import Grid, Order
+from ptx.operations import OPERATIONS
+from ptx.tensors import Descriptor, Tensors
 from ptx.text import Code, parse
 
 SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 90: 227 << 10}  # the most that a program may have, by capability
 SMS = 4  # of the GPU that is imitated
 _codes: dict[str, Code] = {}  # by the kernel's hash
-settings: dict[str, Any] = {}  # for every Grid: copies, seed
+settings: dict[str, Any] = {}  # for the Order of every Grid: copies, seed
 reached: list[Any] = []  # tensors that kernels find by addresses in other tensors
 written: dict[tuple[int, int], Any] = {}  # `Tensors.left` of launches that may still run
 
@@ -100,7 +101,8 @@ def run(
     If it `overlaps`, the one before may still run, and so may older ones, back to a fence.
     """
     tensors.follow(written)
-    grid = Grid(code, shape, parameters, tensors, shared, overlaps=overlaps, **settings)
+    order = Order(overlaps=overlaps, **settings)
+    grid = Grid(code, OPERATIONS, shape, parameters, tensors, shared, order)
     grid.run()
     if grid.is_fence():
         written.clear()

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
-from ptx.memory import swizzled
+from ptx.grid import Grid
+from ptx.tensors import swizzled
 from ptx.text import Instruction, groups, names_of
 from ptx.values import Fault, Lanes, Read, Work, bits_of, elements, whole_warps
-
-if TYPE_CHECKING:
-    from ptx.grid import Grid
 
 _WIDTHS = {1: 128, 2: 64, 3: 32}  # bytes of a swizzle, by the last two bits of a descriptor
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from qrt.arch import Arch
+from qrt.definitions.names import check_names, modules
 from qrt.errors import CheckpointError, UnsupportedError
-from qrt.model.names import check_names, modules
 from qrt.quant.checkpoint import Checkpoint
 from qrt.quant.checkpoint.format import FLOATS
 

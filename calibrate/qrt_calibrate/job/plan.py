@@ -11,10 +11,10 @@ import torch
 
 from qrt.arch import Arch
 from qrt.arch.pooling import read_model
+from qrt.definitions.names import place_names, unread
 from qrt.errors import CheckpointError, ConfigError, UnsupportedError
-from qrt.folder import read_config
-from qrt.location import model_folder
-from qrt.model.names import place_names, unread
+from qrt.model_files.folder import read_config
+from qrt.model_files.location import model_folder
 from qrt.quant.checkpoint import Checkpoint
 from qrt.quant.checkpoint.compressed_tensors import targets_of
 from qrt.quant.checkpoint.format import FLOATS

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from qrt.arch import Arch
 from qrt.arch.layer import Reach
-from qrt.layers.rope import RopeTables, rope_tables, turn
+from qrt.definitions.rope import RopeTables, rope_tables, turn
 
 
 class Around(NamedTuple):

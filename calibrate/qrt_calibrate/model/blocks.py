@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from qrt.arch import Arch
-from qrt.layers.activations import ACTIVATIONS, XIELU
-from qrt.model.stacks import Stack, stacks
+from qrt.definitions.activations import ACTIVATIONS, XIELU
+from qrt.definitions.stacks import Stack, stacks
 from qrt_calibrate.model.norms import META
 
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from qrt.arch import Arch
 from qrt.arch.experts import Experts as Spec
-from qrt.kernels.route.ref import SCORES, route
-from qrt.layers.activations import act_times
+from qrt.definitions.activations import act_times
+from qrt.definitions.router import SCORES, route
 from qrt_calibrate.model.blocks import Mlp, nest, nest_parameter
 from qrt_calibrate.model.norms import META
 

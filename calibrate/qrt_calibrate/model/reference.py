@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qrt.arch import Arch
-from qrt.model.stacks import head_channels, stacks
+from qrt.definitions.stacks import head_channels, stacks
 from qrt_calibrate.model.around import Around, turned
 from qrt_calibrate.model.blocks import Block, Mlp, nest, nest_parameter
 from qrt_calibrate.model.mixture import Mixture

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from qrt.errors import CheckpointError
-from qrt.location import api_name, model_commit, model_name
+from qrt.model_files.location import api_name, model_commit, model_name
 from qrt.quant.checkpoint.folder import TensorFolder
 from qrt.version import __version__
 from qrt_calibrate.estimate.bits import Point

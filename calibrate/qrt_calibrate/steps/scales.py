@@ -11,7 +11,7 @@ from torch import Tensor
 
 from qrt.arch import Arch
 from qrt.arch.base import Smooth
-from qrt.model.stacks import part_rows
+from qrt.definitions.stacks import part_rows
 from qrt.quant.weight import WEIGHT_SCHEMES, WeightData
 from qrt_calibrate.recipe.method import Scales
 from qrt_calibrate.rounding.factor import Factor

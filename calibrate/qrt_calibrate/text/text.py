@@ -15,9 +15,9 @@ from typing import Any
 
 from torch import Tensor
 
-from qrt import hub
 from qrt.errors import CheckpointError, ConfigError
-from qrt.kernels.garbage import garbage_left
+from qrt.gc import garbage_left
+from qrt.model_files import hub
 from qrt.text.data.files import find_files, is_known
 from qrt.text.data.rows import Row, read_rows
 from qrt.text.data.texts import Render, Texts

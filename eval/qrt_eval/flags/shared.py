@@ -14,7 +14,7 @@ from typing import Any
 
 from qrt.cli import ArgumentParser, add_hub_flags
 from qrt.config import DTYPES
-from qrt.location import EXPECTED
+from qrt.model_files.location import EXPECTED
 from qrt.quant.kv import KV_FORMATS, UNQUANTIZED_KV
 from qrt.text.data.files import KINDS
 from qrt_eval.inputs.prompts import INPUT_LEN, OUTPUT_LEN

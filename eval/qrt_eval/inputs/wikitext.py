@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 from io import StringIO
 from pathlib import Path
 
-from qrt import hub
 from qrt.config import ENV
 from qrt.errors import ConfigError
+from qrt.model_files import hub
 from qrt.text.data.files import DataFile, decoding_fault, kind_of
 from qrt.text.data.rows import read_rows as read_data
 

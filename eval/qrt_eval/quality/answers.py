@@ -23,10 +23,10 @@ from typing import Any
 import torch
 from rich.table import Table
 
+from qrt.answers.output import CompletionOutput
 from qrt.errors import ConfigError
 from qrt.llm import LLM
-from qrt.sampling_params import SamplingParams
-from qrt.text.output import CompletionOutput
+from qrt.request.sampling import SamplingParams
 from qrt.text.tokenizer import Tokenizer
 from qrt_eval.inputs.preflight import shared_context
 from qrt_eval.inputs.prompts import CONVERSATIONS, Conversation, read_conversations

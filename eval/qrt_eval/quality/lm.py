@@ -16,7 +16,7 @@ from typing import Any
 from rich.table import Table
 
 from qrt.errors import ConfigError, QrtError, UnsupportedError
-from qrt.location import model_name
+from qrt.model_files.location import model_name
 from qrt_eval.quality.ppl import scorer
 from qrt_eval.results.console import show
 from qrt_eval.results.record import model_facts, save

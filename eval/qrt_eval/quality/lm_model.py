@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from qrt.errors import ConfigError
 from qrt.llm import LLM
-from qrt.sampling_params import SamplingParams
+from qrt.request.sampling import SamplingParams
 from qrt_eval.quality.ppl import check_finite
 
 logger = logging.getLogger(__name__)

@@ -22,8 +22,8 @@ from tqdm import tqdm
 
 from qrt.errors import ConfigError
 from qrt.llm import LLM
-from qrt.location import model_name
-from qrt.sampling_params import SamplingParams
+from qrt.model_files.location import model_name
+from qrt.request.sampling import SamplingParams
 from qrt_eval.quality.kld import release
 from qrt_eval.quality.ppl import check_finite, scorer
 from qrt_eval.results.console import show

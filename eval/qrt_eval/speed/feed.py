@@ -11,10 +11,10 @@ from itertools import islice
 from typing import Any
 
 from qrt.engine.engine import Engine
-from qrt.engine.garbage import short_collections
 from qrt.engine.schedule.output import StepDelta
 from qrt.errors import QrtError
-from qrt.sampling_params import SamplingParams
+from qrt.gc import short_collections
+from qrt.request.sampling import SamplingParams
 from qrt_eval.inputs.lengths import Request
 
 

@@ -27,7 +27,7 @@ from qrt.grammar.matcher import Matcher, Root
 from qrt.grammar.parser import parser_of
 from qrt.grammar.spec import Grammar, check_bounds
 from qrt.grammar.vocabulary import Vocabulary
-from qrt.location import model_name, tokenizer_folder
+from qrt.model_files.location import model_name, tokenizer_folder
 from qrt.request.structured_outputs import StructuredOutputsParams
 from qrt.text.tokenizer import Tokenizer
 from qrt_eval.results.console import show

@@ -22,12 +22,12 @@ from rich.table import Table
 
 from qrt.config import EngineConfig
 from qrt.engine.engine import Engine
-from qrt.engine.garbage import short_collections
 from qrt.errors import ConfigError
+from qrt.gc import short_collections
 from qrt.layers.experts import ExpertLinear
-from qrt.location import model_name
 from qrt.model.decoder import Decoder
-from qrt.sampling_params import SamplingParams
+from qrt.model_files.location import model_name
+from qrt.request.sampling import SamplingParams
 from qrt_eval.inputs.shapes import shape, write_folder
 from qrt_eval.results.console import show
 from qrt_eval.results.record import engine_facts, save

@@ -20,7 +20,7 @@ from rich.table import Table
 
 from qrt.config import ENV
 from qrt.errors import CheckpointError, ConfigError, QrtError
-from qrt.location import tokenizer_folder
+from qrt.model_files.location import tokenizer_folder
 from qrt.text.tokenizer import Tokenizer
 from qrt_eval.inputs.lengths import Lengths, facts_of, refuse_beside_lengths, sources
 from qrt_eval.results.console import show

@@ -19,8 +19,8 @@ from qrt.grammar.batch import Batch
 from qrt.grammar.compiled import Grammars
 from qrt.grammar.matcher import Matcher
 from qrt.grammar.spec import Grammar
+from qrt.request.sampling import SamplingParams
 from qrt.request.thinking import Thinking
-from qrt.sampling_params import SamplingParams
 
 MASK_S = 3.0  # a mask that takes longer ends its request
 IDLE_S = 0.05  # longest wait for grammars while nothing else runs

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from qrt.engine.schedule.scores import Scores, Vectors
 from qrt.mem.slots import Ints
-from qrt.sampling_params import SamplingParams
+from qrt.request.sampling import SamplingParams
 
 ANY = -1  # as `Ban.after`: the token is banned whatever came before
 

@@ -12,7 +12,7 @@ import numpy as np
 from qrt.engine.schedule.plan import Ban, Chunk, Decode, Pool, SamplingRules, Scoring
 from qrt.mem.manager import SequenceKV
 from qrt.mem.slots import Ints
-from qrt.sampling_params import SamplingParams
+from qrt.request.sampling import SamplingParams
 
 ALL = 1 << 62  # more tokens than any request has
 

@@ -36,7 +36,7 @@ from qrt.engine.schedule.sharing import Unpublished
 from qrt.errors import ConfigError
 from qrt.mem.manager import KVManager
 from qrt.mem.slots import Ints
-from qrt.sampling_params import SamplingParams
+from qrt.request.sampling import SamplingParams
 
 # In steps of more tokens than this, padding costs time. Smaller steps take as long as reading the weights.
 PADDED_TOKENS = 512

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from qrt.engine.schedule.plan import Adjustment, Admission
 from qrt.engine.step.transfer import to_device
-from qrt.sampling_params import LARGE
+from qrt.request.sampling import LARGE
 
 _INF = float("inf")
 

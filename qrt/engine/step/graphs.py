@@ -28,8 +28,8 @@ from qrt.engine.schedule.plan import Plan
 from qrt.engine.step.masks import MaskBuffer
 from qrt.engine.step.padded import PaddedInputs
 from qrt.engine.step.table import RequestTable
+from qrt.gc import garbage_left
 from qrt.kernels.exchange import largest
-from qrt.kernels.garbage import garbage_left
 from qrt.kernels.sample import sample as sample_logits
 from qrt.kernels.sample import sample_words, token_of
 from qrt.mem.sizing import GIB

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from qrt.layers.activations import ACTIVATIONS, act_times
+from qrt.definitions.activations import ACTIVATIONS, act_times
 from qrt.quant import affine
 
 

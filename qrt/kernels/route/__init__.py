@@ -23,8 +23,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from qrt.definitions import router as ref
 from qrt.kernels.op import define
-from qrt.kernels.route import ref
 
 
 def _fake(x: Tensor, top_k: int) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from qrt.checks import expect
 from qrt.errors import CheckpointError
-from qrt.folder import is_file, no_weights, read_json, weight_files
+from qrt.model_files.folder import is_file, no_weights, read_json, weight_files
 from qrt.quant.checkpoint.shard import Shard, open_shard
 from qrt.quant.spec import TensorSpec
 from qrt.registry import nearest

@@ -13,8 +13,8 @@ from typing import Any
 from torch import Tensor
 
 from qrt.errors import CheckpointError, UnsupportedError
-from qrt.folder import SEPARATE_CONFIGS, is_file, read_config, read_json, stated_quantization
-from qrt.location import model_folder
+from qrt.model_files.folder import SEPARATE_CONFIGS, is_file, read_config, read_json, stated_quantization
+from qrt.model_files.location import model_folder
 from qrt.quant.checkpoint.compressed_tensors import check_transforms
 from qrt.quant.checkpoint.cut import Cut, Slices
 from qrt.quant.checkpoint.folder import MISMATCH, WEIGHT, Expert, TensorFolder

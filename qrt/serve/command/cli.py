@@ -16,7 +16,7 @@ from qrt.cli import run_main, set_up_logging
 from qrt.config import ENV, EngineConfig
 from qrt.engine.preflight import preflight
 from qrt.errors import ConfigError, UnsupportedError
-from qrt.location import EXPECTED, api_name
+from qrt.model_files.location import EXPECTED, api_name
 from qrt.serve.command.flags import parse
 from qrt.serve.settings import ServerConfig
 from qrt.text.chat_template import ChatTemplate

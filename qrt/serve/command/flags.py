@@ -9,9 +9,9 @@ from pathlib import Path
 import yaml
 
 from qrt.cli import ArgumentParser
+from qrt.compat.settings import SWITCHES, has_no_effect, setting
 from qrt.errors import ConfigError
-from qrt.location import EXPECTED
-from qrt.peers import SWITCHES, has_no_effect, setting
+from qrt.model_files.location import EXPECTED
 from qrt.registry import nearest
 from qrt.serve.command.flag_groups import GROUPS
 from qrt.serve.command.flags_file import file_words

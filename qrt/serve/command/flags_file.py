@@ -8,8 +8,8 @@ from typing import Any
 import yaml
 
 from qrt.cli import ArgumentParser
+from qrt.compat.settings import SWITCHES, has_no_effect, setting
 from qrt.errors import ConfigError
-from qrt.peers import SWITCHES, has_no_effect, setting
 from qrt.registry import nearest
 
 

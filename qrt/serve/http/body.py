@@ -19,9 +19,9 @@ from pydantic import (
 )
 from pydantic_core import PydanticKnownError
 
+from qrt.compat.settings import Unsupported, refuse
 from qrt.errors import ConfigError
-from qrt.peers import Unsupported, refuse
-from qrt.sampling_params import MAX_TOKENS_LISTED
+from qrt.request.sampling import MAX_TOKENS_LISTED
 from qrt.serve.settings import MAX_STOP_CHARS, MAX_STOPS
 
 Count = Annotated[int, Field(ge=0, lt=2**31)]

@@ -13,12 +13,12 @@ from fastapi import Request
 from fastapi.responses import Response, StreamingResponse
 from starlette.exceptions import HTTPException
 
+from qrt.answers.output import TextDelta
 from qrt.errors import QrtError
 from qrt.serve.http.events import encode, event
 from qrt.serve.http.http_errors import error_body, unexpected_error
 from qrt.serve.http.service import Service
 from qrt.serve.link.engine_client import RequestStream, ShutdownError
-from qrt.text.output import TextDelta
 
 CLIENT_CLOSED_REQUEST = 499  # nginx's code; the client is gone, so the reply is not read
 PING_SECONDS = 15.0  # after this silence a comment shows proxies that the stream is alive

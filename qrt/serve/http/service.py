@@ -15,16 +15,16 @@ from typing import Any, TypeVar
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
+from qrt.answers.collector import RequestCollector, encode_bad_words
+from qrt.answers.pooling.collector import PooledCollector
+from qrt.answers.pooling.task import with_task
 from qrt.errors import ConfigError, ContextLengthError
 from qrt.request.pooling import PoolingParams
-from qrt.sampling_params import SamplingParams
+from qrt.request.sampling import SamplingParams
 from qrt.serve.http.http_errors import UnknownModelError
 from qrt.serve.link.engine_client import AnyCollector, RequestStream
 from qrt.serve.link.engines import AnyClient
 from qrt.serve.settings import MAX_LISTED, MAX_SCORES, ServerConfig
-from qrt.text.collector import RequestCollector, encode_bad_words
-from qrt.text.pooling.collector import PooledCollector
-from qrt.text.pooling.task import with_task
 from qrt.text.reasoning import ReasoningReader
 from qrt.text.shapes import Shapes
 from qrt.text.tokenizer import Tokenizer

@@ -15,6 +15,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from typing import NamedTuple, Protocol
 
+from qrt.answers.collector import RequestCollector
+from qrt.answers.output import TextDelta
+from qrt.answers.pooling.collector import PooledCollector
 from qrt.engine.schedule.output import Cause, StepDelta, merge
 from qrt.engine.schedule.request import FinishReason
 from qrt.errors import ConfigError, QrtError
@@ -29,9 +32,6 @@ from qrt.serve.link.messages import (
     fields_of,
 )
 from qrt.serve.link.step_output import FromEngine, StepOutput
-from qrt.text.collector import RequestCollector
-from qrt.text.output import TextDelta
-from qrt.text.pooling.collector import PooledCollector
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ import msgspec
 
 from qrt.arch.pooling import Pooling
 from qrt.errors import ConfigError, ContextLengthError, QrtError, QueueFullError
+from qrt.request.sampling import SamplingParams
 from qrt.request.thinking import Thinking
-from qrt.sampling_params import SamplingParams
 
 
 class Message(msgspec.Struct, tag=True, array_like=True):

@@ -19,12 +19,13 @@ from typing import Protocol
 
 import msgspec
 
+from qrt.answers.pooling.task import vector_size
 from qrt.engine.engine import Engine
 from qrt.engine.schedule.output import StepDelta
 from qrt.engine.schedule.request import FinishReason
 from qrt.errors import QrtError
-from qrt.location import api_name
-from qrt.sampling_params import SamplingParams
+from qrt.model_files.location import api_name
+from qrt.request.sampling import SamplingParams
 from qrt.serve.link.messages import (
     Abort,
     Add,
@@ -43,7 +44,6 @@ from qrt.serve.link.messages import (
 from qrt.serve.link.metric_names import MetricNames
 from qrt.serve.link.metrics import EngineMetrics
 from qrt.serve.link.step_output import FromEngine, StepOutput
-from qrt.text.pooling.task import vector_size
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
 from qrt.request.pooling import PoolingParams
-from qrt.sampling_params import SamplingParams
+from qrt.request.sampling import SamplingParams
 from qrt.serve.http.openapi import errors
 from qrt.serve.http.service import Service
 

@@ -10,9 +10,11 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response, StreamingResponse
 from pydantic import AliasChoices, ConfigDict, Field
 
+from qrt.answers.collector import RequestCollector
+from qrt.answers.output import CompletionOutput, TextDelta, TokenLogprobs
+from qrt.compat.fields import FIELDS
 from qrt.errors import ConfigError, UnsupportedError
-from qrt.peer_fields import FIELDS
-from qrt.sampling_params import MAX_BAD_WORDS, SamplingParams
+from qrt.request.sampling import MAX_BAD_WORDS, SamplingParams
 from qrt.serve.http.body import Body, Count, Limit, LogitBias, Penalty, Stops, TokenId, TokenList, by_token_id
 from qrt.serve.http.events import event
 from qrt.serve.http.openapi import EVENTS, errors
@@ -22,8 +24,6 @@ from qrt.serve.http.strict_json import StrictJsonRoute
 from qrt.serve.routes.logprobs import LEAST_LOGPROB
 from qrt.serve.routes.shapes import ShapeFields
 from qrt.serve.settings import MAX_N
-from qrt.text.collector import RequestCollector
-from qrt.text.output import CompletionOutput, TextDelta, TokenLogprobs
 
 DEFAULT_MAX_NEW_TOKENS = 16
 # SamplingParams' name -> LightLLM's

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from qrt.text.collector import RequestCollector
-from qrt.text.content_tokens import TokenText
+from qrt.answers.collector import RequestCollector
+from qrt.answers.content_tokens import TokenText
+from qrt.answers.output import Logprob, TokenLogprobs
 from qrt.text.detokenizer import INCOMPLETE
-from qrt.text.output import Logprob, TokenLogprobs
 
 LEAST_LOGPROB = -9999.0  # JSON has no -Infinity
 

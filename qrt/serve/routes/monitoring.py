@@ -8,7 +8,7 @@ import msgspec
 from fastapi import APIRouter
 from fastapi.responses import Response
 
-from qrt.location import model_commit
+from qrt.model_files.location import model_commit
 from qrt.serve.http.openapi import Responses, errors
 from qrt.serve.http.service import Service
 from qrt.version import __version__

@@ -12,9 +12,10 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from qrt.answers.collector import RequestCollector
+from qrt.compat.fields import FIELDS
 from qrt.errors import ConfigError, ContextLengthError
-from qrt.location import model_commit, model_name
-from qrt.peer_fields import FIELDS
+from qrt.model_files.location import model_commit, model_name
 from qrt.serve.http.openapi import MODEL, MODELS, events_or
 from qrt.serve.http.responses import Deadline, EventReply, answer_events, answer_whole
 from qrt.serve.http.service import Service, new_id
@@ -26,7 +27,6 @@ from qrt.serve.routes.protocol import (
 )
 from qrt.serve.routes.replies import ChatReply, CompletionReply
 from qrt.text.answer import AnswerFormat
-from qrt.text.collector import RequestCollector
 
 
 def openai_routes(service: Service) -> APIRouter:

@@ -1,7 +1,7 @@
 """Bodies of the OpenAI-compatible endpoints, and how they become SamplingParams.
 
 Fields that cannot change the result (user, metadata, store, ...) are accepted and ignored. Fields that would
-change it, but that qrt does not support, are refused by name (`qrt.peer_fields`).
+change it, but that qrt does not support, are refused by name (`qrt.compat.fields`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 from qrt.errors import ConfigError
-from qrt.sampling_params import MAX_BAD_WORDS, SamplingParams
+from qrt.request.sampling import MAX_BAD_WORDS, SamplingParams
 from qrt.serve.http.body import (
     Body,
     Count,

@@ -8,13 +8,13 @@ from typing import Any
 from fastapi import APIRouter
 from fastapi.responses import Response
 
+from qrt.answers.collector import RequestCollector
 from qrt.serve.http.events import encode
 from qrt.serve.http.openapi import errors
 from qrt.serve.http.service import Service
 from qrt.serve.http.strict_json import StrictJsonRoute
 from qrt.serve.routes.openai import chat_collectors, completion_collectors
 from qrt.serve.routes.protocol import ChatCompletionRequest, CompletionRequest, SamplingFields
-from qrt.text.collector import RequestCollector
 
 
 def render_routes(service: Service) -> APIRouter:

@@ -8,14 +8,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+from qrt.answers.collector import RequestCollector
+from qrt.answers.content_tokens import ContentTokens, whole_tokens
+from qrt.answers.output import CompletionOutput, TextDelta, TokenLogprobs
 from qrt.serve.http.events import event
 from qrt.serve.http.responses import EventReply
 from qrt.serve.routes.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
 from qrt.serve.routes.protocol import ChatCompletionRequest, CompletionRequest, SamplingFields
 from qrt.text.answer import ContentText, Part, ReasoningText
-from qrt.text.collector import RequestCollector
-from qrt.text.content_tokens import ContentTokens, whole_tokens
-from qrt.text.output import CompletionOutput, TextDelta, TokenLogprobs
 from qrt.text.tool_calls import ToolCall
 
 

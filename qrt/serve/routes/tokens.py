@@ -8,8 +8,8 @@ from fastapi import APIRouter
 from fastapi.responses import Response
 from pydantic import Field
 
+from qrt.compat.fields import PROMPT_FIELDS
 from qrt.errors import ConfigError
-from qrt.peer_fields import PROMPT_FIELDS
 from qrt.serve.http.body import Body, Tokens
 from qrt.serve.http.events import encode
 from qrt.serve.http.openapi import errors

@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
 from qrt.errors import ConfigError
+from qrt.request.sampling import SamplingParams
 from qrt.request.structured_outputs import StructuredOutputsParams
-from qrt.sampling_params import SamplingParams
 from qrt.text.tool_calls import LISTED, Callee, Calls, ToolFormat, calls_grammar, channel_grammar
 
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from qrt.errors import ConfigError
+from qrt.request.sampling import SamplingParams
 from qrt.request.thinking import Thinking
-from qrt.sampling_params import SamplingParams
 from qrt.text.reasoning.channels import ChannelStream
 from qrt.text.reasoning.counting import ReasoningCounter, TextCounter
 from qrt.text.reasoning.formats import ReasoningFormat, reasoning_format

@@ -10,7 +10,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken
 
-from qrt.folder import read_json
+from qrt.model_files.folder import read_json
 from qrt.text.vocabulary.byte_level import ranked_bpe
 
 TEKKEN = "tekken.json"

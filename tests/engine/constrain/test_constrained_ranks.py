@@ -5,8 +5,8 @@ from fake_decoder import EOS
 from fake_grammars import FakeBatch, FakeGrammars
 
 from qrt.config import EngineConfig
+from qrt.request.sampling import SamplingParams
 from qrt.request.thinking import Thinking
-from qrt.sampling_params import SamplingParams
 from thread_ranks import shared_engine
 from tiny_models import random_checkpoint
 

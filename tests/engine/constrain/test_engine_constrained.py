@@ -18,8 +18,8 @@ from qrt.engine.schedule.output import Cause
 from qrt.engine.schedule.request import FinishReason
 from qrt.errors import ConfigError
 from qrt.mem import windows
+from qrt.request.sampling import SamplingParams
 from qrt.request.thinking import Thinking
-from qrt.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=30)
 MARKS = Thinking(end=(3, 4), start=(5,), budget=6, closing=(9, 3, 4))

@@ -18,7 +18,7 @@ import json, sys
 from qrt.config import EngineConfig
 from qrt.engine.engine import Engine
 from qrt.engine.ranks import group
-from qrt.sampling_params import SamplingParams
+from qrt.request.sampling import SamplingParams
 
 own = {"device": "cpu", "tensor_parallel_size": 2, "kv_cache_memory_bytes": 1 << 20}
 engine = Engine(EngineConfig(sys.argv[1], **own))

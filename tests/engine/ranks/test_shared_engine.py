@@ -10,7 +10,7 @@ from qrt.config import EngineConfig
 from qrt.engine.schedule import admission
 from qrt.kernels import peers
 from qrt.quant.spec import Granularity, QuantSpec
-from qrt.sampling_params import SamplingParams
+from qrt.request.sampling import SamplingParams
 from thread_ranks import ThreadPeers, shared_engine
 from tiny_models import quantize_checkpoint, random_checkpoint
 

@@ -6,7 +6,7 @@ import pytest
 from qrt.engine.schedule.admission import Growing, expected_output, peak_slots
 from qrt.engine.schedule.request import Request
 from qrt.mem.manager import SequenceKV
-from qrt.sampling_params import SamplingParams
+from qrt.request.sampling import SamplingParams
 
 
 def simulated(held, left):

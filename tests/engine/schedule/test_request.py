@@ -8,7 +8,7 @@ import pytest
 
 from qrt.engine.schedule.plan import Ban
 from qrt.engine.schedule.request import Request
-from qrt.sampling_params import SamplingParams
+from qrt.request.sampling import SamplingParams
 
 
 def request(words, output, pending=0):

@@ -11,7 +11,7 @@ from qrt.engine.schedule.scheduler import Scheduler
 from qrt.engine.step.profile import largest_plan
 from qrt.errors import ConfigError
 from qrt.mem.manager import KVManager
-from qrt.sampling_params import SamplingParams
+from qrt.request.sampling import SamplingParams
 
 LONG = SamplingParams(max_tokens=50)
 

@@ -16,7 +16,7 @@ from qrt.engine.schedule.plan import Chunk, StepResult
 from qrt.engine.schedule.scheduler import Scheduler
 from qrt.errors import QueueFullError
 from qrt.mem.manager import KVManager
-from qrt.sampling_params import SamplingParams
+from qrt.request.sampling import SamplingParams
 
 EOS = 3
 VOCAB = 11

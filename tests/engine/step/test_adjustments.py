@@ -7,7 +7,7 @@ import torch
 from qrt.engine.schedule.plan import Adjustment, Admission, SamplingRules
 from qrt.engine.step.adjustments import Adjustments
 from qrt.errors import ConfigError
-from qrt.sampling_params import SamplingParams
+from qrt.request.sampling import SamplingParams
 
 VOCAB, EOS = 29, 5
 

@@ -12,6 +12,7 @@ import torch
 from fake_decoder import FakeDecoder
 
 from qrt import EngineConfig, SamplingParams
+from qrt.definitions.rope import RopeTables
 from qrt.engine.build import _capture_sizes
 from qrt.engine.engine import Engine
 from qrt.engine.schedule.limits import Limits
@@ -23,7 +24,6 @@ from qrt.engine.step.table import RequestTable
 from qrt.errors import ConfigError
 from qrt.kernels.prefill_attention.tiles import NONE
 from qrt.layers.mlp import XIELUMLP
-from qrt.layers.rope import RopeTables
 from qrt.mem.manager import KVManager
 from qrt.mem.storage import KVStorage
 from qrt.model.decoder import Decoder

@@ -6,7 +6,7 @@ import torch
 from qrt.engine.step import timeline as module
 from qrt.engine.step.timeline import Kind, Timeline
 from qrt.llm import LLM
-from qrt.sampling_params import SamplingParams
+from qrt.request.sampling import SamplingParams
 
 DECODES, PROMPTS, LAUNCHED = Kind(False, True), Kind(True, True), Kind(True, False)
 

@@ -8,8 +8,8 @@ from tiny_variants import fewer_merges, noisy
 from transformers import AutoModelForCausalLM
 
 from errors import assert_error, assert_names
+from qrt.answers.output import CompletionOutput, Logprob
 from qrt.assets import model_path
-from qrt.text.output import CompletionOutput, Logprob
 from qrt.text.tokenizer import Tokenizer
 from qrt_eval.cli import main
 from qrt_eval.inputs.prompts import CONVERSATIONS, read_conversations

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from backends import COMPILED, GPU, PTX, PTX_SM
+from qrt.definitions.activations import ACTIVATIONS
 from qrt.kernels.act_mul.kernel import act_mul
 from qrt.kernels.linear import choose, kernel, linear
 from qrt.kernels.linear import device as shared
@@ -24,7 +25,6 @@ from qrt.kernels.linear.tiles import dequantize_kernel, wide_kernel
 from qrt.kernels.linear.tiles import plans as tile_plans
 from qrt.kernels.linear.tiles.device import constants_of
 from qrt.kernels.linear.weight import MOST_SIZES, Weight, is_new, ready
-from qrt.layers.activations import ACTIVATIONS
 from qrt.quant import affine
 from qrt.quant.weight import WEIGHT_SCHEMES, WeightData
 from qrt.quant.weight.device import unit_of

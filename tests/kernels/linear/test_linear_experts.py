@@ -8,11 +8,11 @@ from linear_truth import HALF, UNIT
 from torch import Tensor
 
 from backends import GPU, PTX
+from qrt.definitions.activations import ACTIVATIONS
 from qrt.kernels.linear.shared.places import Grouped, Places
 from qrt.kernels.linear.tiles import wide_kernel
 from qrt.kernels.linear.tiles.device import constants_of
 from qrt.kernels.linear.tiles.plans import WidePlan
-from qrt.layers.activations import ACTIVATIONS
 from qrt.quant.weight import WEIGHT_SCHEMES, WeightData
 from qrt.quant.weight.tiles import TiledWeight
 from random_weights import random_weight, relative

@@ -5,15 +5,15 @@ import asyncio
 import numpy as np
 import pytest
 
+from qrt.answers.collector import TOKENS_AT_ONCE, RequestCollector
 from qrt.engine.schedule.output import StepDelta, merge
 from qrt.engine.schedule.request import FinishReason
 from qrt.engine.schedule.scores import Scores
 from qrt.errors import ConfigError, QueueFullError
-from qrt.sampling_params import SamplingParams
+from qrt.request.sampling import SamplingParams
 from qrt.serve.link.engine_client import EngineClient, EngineError
 from qrt.serve.link.messages import Add, Refusal
 from qrt.serve.link.step_output import StepOutput
-from qrt.text.collector import TOKENS_AT_ONCE, RequestCollector
 from qrt.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.model

@@ -9,17 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
+from qrt.answers.output import TextDelta
 from qrt.engine.schedule.output import StepDelta
 from qrt.engine.schedule.request import FinishReason
 from qrt.errors import QueueFullError
-from qrt.sampling_params import SamplingParams
+from qrt.request.sampling import SamplingParams
 from qrt.serve.link.engine_client import EngineClient, EngineError, Load
 from qrt.serve.link.engines import MORE_REQUESTS, MORE_SHARE, MORE_TOKENS, Engines, pick
 from qrt.serve.link.messages import Abort, Add, Answer, Ask, EngineInfo, Failed, Ready, Refusal
 from qrt.serve.link.metric_names import MetricNames
 from qrt.serve.link.prefixes import CHUNK, Prefixes
 from qrt.serve.link.step_output import StepOutput
-from qrt.text.output import TextDelta
 
 loads = st.builds(Load, st.integers(0, 40), st.integers(0, 3 * MORE_TOKENS))
 INFO = EngineInfo(

@@ -5,7 +5,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from qrt.config import EngineConfig
 from qrt.engine.engine import Engine
-from qrt.sampling_params import SamplingParams
+from qrt.request.sampling import SamplingParams
 from qrt.serve.link import router as router_module
 from qrt.serve.link.messages import Add, Gone, Hello, fields_of
 from qrt.serve.link.metric_names import MetricNames

@@ -8,11 +8,11 @@ import httpx
 import pytest
 from servers import ThreadServer, bearer, refused
 
+from qrt.answers.collector import RequestCollector
 from qrt.engine.schedule.output import StepDelta
 from qrt.engine.schedule.request import FinishReason
-from qrt.sampling_params import SamplingParams
+from qrt.request.sampling import SamplingParams
 from qrt.serve.routes.lightllm import GenerateRequest, LightllmShape, Parameters
-from qrt.text.collector import RequestCollector
 from qrt.text.tokenizer import Tokenizer
 from tiny_models import SIX_LAYERS
 

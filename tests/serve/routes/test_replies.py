@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 import small_tokenizers
+from qrt.answers.collector import RequestCollector
 from qrt.engine.schedule.output import StepDelta
 from qrt.engine.schedule.request import FinishReason
 from qrt.engine.schedule.scores import Scores
-from qrt.sampling_params import SamplingParams
+from qrt.request.sampling import SamplingParams
 from qrt.serve.routes.protocol import ChatCompletionRequest, CompletionRequest
 from qrt.serve.routes.replies import ChatReply, CompletionReply
-from qrt.text.collector import RequestCollector
 from qrt.text.tokenizer import Tokenizer
 
 TEXT = "Köln 🦄 你好"

@@ -11,13 +11,13 @@ from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 
 from qrt.arch import Arch
+from qrt.definitions.rope import rope_tables
 from qrt.kernels.decode_attention import decode_attention
 from qrt.kernels.decode_attention.blocks import measured_block
 from qrt.kernels.decode_attention.plan import plan_parts
 from qrt.kernels.kv_write import kv_write
 from qrt.kernels.prefill_attention import prefill_attention
 from qrt.kernels.prefill_attention.tiles import Queries, plan_tiles
-from qrt.layers.rope import rope_tables
 from qrt.quant.kv import KV_FORMATS, KVFormat
 from qrt_eval.speed.kernels.row import Row
 from qrt_eval.speed.kernels.timer import Rates, activation_dtype, copies, microseconds

@@ -13,12 +13,12 @@ from torch.nn import functional as F
 
 from qrt.arch import Arch
 from qrt.arch.experts import Experts
+from qrt.definitions.stacks import expert_stacks
 from qrt.kernels.act_mul import act_mul
 from qrt.kernels.experts import experts
 from qrt.kernels.route import route
 from qrt.layers.experts import ExpertLinear
 from qrt.model.random import RandomWeights
-from qrt.model.stacks import expert_stacks
 from qrt.quant.weight import WEIGHT_SCHEMES
 from qrt_eval.speed.kernels.linear import in_int8
 from qrt_eval.speed.kernels.row import Row

@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qrt.arch import Arch
+from qrt.definitions.stacks import Stack, stacks
 from qrt.kernels.linear import linear
 from qrt.layers.linear import Linear
 from qrt.model.random import RandomWeights
-from qrt.model.stacks import Stack, stacks
 from qrt.quant.weight import WEIGHT_SCHEMES
 from qrt_eval.speed.kernels.row import Row
 from qrt_eval.speed.kernels.timer import Rates, activation_dtype, copies, microseconds

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from qrt.errors import CheckpointError
-from qrt.folder import (
+from qrt.model_files.folder import (
     CONFIG,
     INDEX,
     SINGLE,

@@ -25,7 +25,7 @@ from typing import Any
 from torch import Tensor
 
 from qrt.errors import CheckpointError, ConfigError, QrtError
-from qrt.folder import read_json
+from qrt.model_files.folder import read_json
 from qrt.quant.checkpoint.folder import TensorFolder
 from qrt.quant.checkpoint.shard import Shard, open_shard, write_shard
 from qrt.quant.spec import TensorSpec

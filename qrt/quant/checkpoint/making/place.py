@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 from qrt.errors import ConfigError
-from qrt.folder import CONFIG
+from qrt.model_files.folder import CONFIG
 from qrt.quant.checkpoint.making.parts import Parts
 
 INSIDE = ".partial"  # the working folder inside a volume

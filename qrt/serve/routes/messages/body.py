@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
+from qrt.compat.settings import named, refuse
 from qrt.errors import ConfigError, UnsupportedError
-from qrt.peers import named, refuse
 from qrt.serve.http.body import Body, Limit, Stop
 from qrt.serve.routes.messages.blocks import Message, TextBlocks, messages_of
 from qrt.serve.routes.protocol import ChatCompletionRequest

@@ -7,13 +7,13 @@ import uuid
 from collections.abc import Iterator
 from typing import Any
 
+from qrt.answers.collector import RequestCollector
+from qrt.answers.output import CompletionOutput
 from qrt.serve.http.anthropic_errors import anthropic_error
 from qrt.serve.http.events import event
 from qrt.serve.routes.protocol import ChatCompletionRequest
 from qrt.serve.routes.translate.parts import PartsReply, Text
 from qrt.text.answer import ContentText, ReasoningText
-from qrt.text.collector import RequestCollector
-from qrt.text.output import CompletionOutput
 from qrt.text.tool_calls import ToolCall
 
 

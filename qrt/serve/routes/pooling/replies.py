@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from qrt.answers.pooling.collector import PooledCollector
 from qrt.engine.schedule.scores import Floats
 from qrt.serve.http.service import new_id
-from qrt.text.pooling.collector import PooledCollector
 
 Collectors = Sequence[PooledCollector]
 

@@ -10,7 +10,10 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from qrt.peer_fields import POOLING_FIELDS
+from qrt.answers.pooling.collector import PooledCollector
+from qrt.answers.pooling.pairs import Pairs
+from qrt.answers.pooling.task import with_task
+from qrt.compat.fields import POOLING_FIELDS
 from qrt.request.pooling import PoolingParams
 from qrt.serve.http.openapi import RERANKED, listed
 from qrt.serve.http.responses import Deadline, answer_whole
@@ -29,10 +32,7 @@ from qrt.serve.routes.pooling.bodies import (
     ScoreRequest,
     plain_texts,
 )
-from qrt.text.pooling.collector import PooledCollector
-from qrt.text.pooling.inputs import encode, pair_up
-from qrt.text.pooling.pairs import Pairs
-from qrt.text.pooling.task import with_task
+from qrt.text.pooling_inputs import encode, pair_up
 
 NUMBERS = {"anyOf": [{"type": "array"}, {"type": "string"}]}
 

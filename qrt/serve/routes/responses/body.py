@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from qrt.compat.settings import named, refuse
 from qrt.errors import ConfigError, UnsupportedError
-from qrt.peers import named, refuse
 from qrt.serve.http.body import Body, Limit, Scores
 from qrt.serve.routes.protocol import ChatCompletionRequest
 from qrt.serve.routes.reasoning_fields import Effort

@@ -6,15 +6,15 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from qrt.answers.collector import RequestCollector
+from qrt.answers.content_tokens import TokenText
+from qrt.answers.output import CompletionOutput, TokenLogprobs
 from qrt.serve.http.events import event
 from qrt.serve.routes.logprobs import chat_logprobs
 from qrt.serve.routes.protocol import ChatCompletionRequest
 from qrt.serve.routes.responses.body import ResponsesRequest
 from qrt.serve.routes.translate.parts import PartsReply, Text
 from qrt.text.answer import ContentText, ReasoningText
-from qrt.text.collector import RequestCollector
-from qrt.text.content_tokens import TokenText
-from qrt.text.output import CompletionOutput, TokenLogprobs
 from qrt.text.tool_calls import ToolCall
 
 CUT = {"reason": "max_output_tokens"}

@@ -6,11 +6,11 @@ from abc import abstractmethod
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from qrt.answers.collector import RequestCollector
+from qrt.answers.output import CompletionOutput, TextDelta, TokenLogprobs
 from qrt.serve.http.responses import EventReply
 from qrt.serve.routes.protocol import ChatCompletionRequest
 from qrt.text.answer import ContentText, Part, ReasoningText
-from qrt.text.collector import RequestCollector
-from qrt.text.output import CompletionOutput, TextDelta, TokenLogprobs
 from qrt.text.tool_calls import ToolCall
 
 Text = type[ReasoningText] | type[ContentText]

@@ -9,8 +9,8 @@ from typing import Any
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 
+from qrt.compat.settings import named, refuse
 from qrt.errors import ConfigError, UnsupportedError
-from qrt.peers import named, refuse
 from qrt.serve.http.body import Body
 from qrt.serve.routes.protocol import ChatCompletionRequest
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from qrt.assets import model_path
 from qrt.errors import CheckpointError, ConfigError
-from qrt.folder import CONFIG
-from qrt.hub import Repository
+from qrt.model_files.folder import CONFIG
+from qrt.model_files.hub import Repository
 
 HUB_NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(.+))?", re.ASCII)
 SNAPSHOT = re.compile(r"/models--((?:(?!--)[^/])+)--((?:(?!--)[^/])+)/snapshots/([0-9a-f]{40})$")

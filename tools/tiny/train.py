@@ -1,6 +1,6 @@
 """Makes `qrt/assets/tiny`, the bundled checkpoint, from the project's text; one command, one GPU.
 
-    python -m qrt.assets.train_tiny --corpus CORPUS --out qrt/assets/tiny
+    PYTHONPATH=tools python -m tiny.train --corpus CORPUS --out qrt/assets/tiny
 
 Corpus folder: `prose.txt.xz` and `technical.txt.xz` (documents parted by a line `<|doc|>`), of which
 one document in fifty is held out and never trained on, and `wiki.test.raw` (here or under
@@ -24,8 +24,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from torch.nn.functional import cross_entropy, dropout
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from qrt.assets.tiny_card import WINDOW, evaluate, model_card, nll, samples
-from qrt.assets.tiny_text import BOS, EOS, SPECIALS, Split, chat_form, pydoc_text, split_corpus, wikitext_text
+from tiny.card import WINDOW, evaluate, model_card, nll, samples
+from tiny.text import BOS, EOS, SPECIALS, Split, chat_form, pydoc_text, split_corpus, wikitext_text
 
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"

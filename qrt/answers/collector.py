@@ -8,16 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from qrt.engine.schedule.output import Cause, StepDelta, merge
-from qrt.engine.schedule.request import FinishReason
-from qrt.engine.schedule.scores import Scores
-from qrt.errors import ConfigError, QrtError
-from qrt.request.thinking import Thinking
-from qrt.sampling_params import MAX_TOKENS_LISTED, SamplingParams
-from qrt.text.answer import AnswerFormat
-from qrt.text.content_tokens import ContentTokens, TokenText
-from qrt.text.detokenizer import Detokenizer, TextStream
-from qrt.text.output import (
+from qrt.answers.content_tokens import ContentTokens, TokenText
+from qrt.answers.output import (
     CompletionOutput,
     Logprob,
     RequestMetrics,
@@ -25,6 +17,14 @@ from qrt.text.output import (
     TextDelta,
     TokenLogprobs,
 )
+from qrt.engine.schedule.output import Cause, StepDelta, merge
+from qrt.engine.schedule.request import FinishReason
+from qrt.engine.schedule.scores import Scores
+from qrt.errors import ConfigError, QrtError
+from qrt.request.sampling import MAX_TOKENS_LISTED, SamplingParams
+from qrt.request.thinking import Thinking
+from qrt.text.answer import AnswerFormat
+from qrt.text.detokenizer import Detokenizer, TextStream
 from qrt.text.parts import ContentText
 from qrt.text.tokenizer import Tokenizer
 

@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import small_tokenizers
+from qrt.answers.collector import TOKENS_AT_ONCE, RequestCollector
+from qrt.answers.output import RequestOutput
 from qrt.engine.schedule.output import StepDelta
 from qrt.engine.schedule.request import FinishReason
 from qrt.engine.schedule.scores import Scores
-from qrt.sampling_params import SamplingParams
-from qrt.text.collector import TOKENS_AT_ONCE, RequestCollector
-from qrt.text.output import RequestOutput
+from qrt.request.sampling import SamplingParams
 from qrt.text.tokenizer import Tokenizer
 
 KINDS = ("byte_level", "byte_fallback", "metaspace", "tiny")

@@ -1,4 +1,4 @@
-"""Keep Python's full garbage collections short while an engine runs in its user's process."""
+"""Keep garbage collections out of the way: none while a graph is recorded, short ones beside an engine."""
 
 from __future__ import annotations
 
@@ -47,3 +47,19 @@ def short_collections() -> Iterator[None]:
         yield
     finally:
         _freezer.release()
+
+
+@contextmanager
+def garbage_left() -> Iterator[None]:
+    """Collect no garbage inside the block.
+
+    CUDA cannot destroy an old graph while it records another. Before Python 3.11.8, threads that parse while
+    one of them collects fail (github.com/python/cpython/issues/106905).
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()

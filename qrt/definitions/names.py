@@ -8,8 +8,8 @@ from dataclasses import replace
 from qrt.arch import Arch
 from qrt.arch.experts import Experts
 from qrt.checks import first_few
+from qrt.definitions.stacks import stacks
 from qrt.errors import CheckpointError
-from qrt.model.stacks import stacks
 from qrt.quant.checkpoint import Checkpoint
 from qrt.quant.checkpoint.reader import is_unread
 from qrt.quant.module_names import below, names_of

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from qrt.answers.pooling.task import LEAST_LENGTH
 from qrt.arch.pooling import Pooling
 from qrt.engine.schedule.scores import Floats
 from qrt.errors import ConfigError
 from qrt.request.pooling import PoolingParams
-from qrt.text.pooling.inputs import encode
-from qrt.text.pooling.task import LEAST_LENGTH
+from qrt.text.pooling_inputs import encode
 from qrt.text.tokenizer import Tokenizer
 
 

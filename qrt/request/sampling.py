@@ -8,8 +8,8 @@ from functools import wraps
 from typing import Any, TypeVar
 
 from qrt.checks import at_least, at_most, between, check_seed, is_integer, is_number, listed, plain, yes_or_no
+from qrt.compat.fields import refuse_arguments
 from qrt.errors import ConfigError
-from qrt.peer_fields import refuse_arguments
 from qrt.request.structured_outputs import StructuredOutputsParams
 
 MAX_TOKENS_LISTED = 1024  # most ids in logit_bias and allowed_token_ids, which bounds a request's work

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from qrt.answers.output import TextDelta
+from qrt.answers.pooling.outputs import PoolingOutput, PoolingRequestOutput
+from qrt.answers.pooling.task import finish, kind_of
 from qrt.arch.pooling import Pooling
 from qrt.engine.schedule.output import StepDelta, merge
 from qrt.engine.schedule.scores import Floats, Vectors
 from qrt.request.pooling import PoolingParams
-from qrt.sampling_params import SamplingParams
-from qrt.text.output import TextDelta
-from qrt.text.pooling.outputs import PoolingOutput, PoolingRequestOutput
-from qrt.text.pooling.task import finish, kind_of
+from qrt.request.sampling import SamplingParams
 
 NO_SAMPLING = SamplingParams()
 

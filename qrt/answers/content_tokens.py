@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
+from qrt.answers.output import TokenLogprobs
 from qrt.text.detokenizer import TextStream
-from qrt.text.output import TokenLogprobs
 from qrt.text.parts import ContentText, Part
 
 

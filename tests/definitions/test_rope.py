@@ -9,7 +9,7 @@ import transformers
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from qrt.arch.rope import RopeConfig
-from qrt.layers.rope import channel_order, frequencies, rope_tables, tables_by_length, turn
+from qrt.definitions.rope import channel_order, frequencies, rope_tables, tables_by_length, turn
 
 LLAMA3 = RopeConfig(500000.0, 128, "llama3", "halves", 8.0, 1.0, 4.0, 8192)
 YARN = RopeConfig(1e6, 64, "yarn", "halves", 4.0, 1.0, 32.0, 32768, length=1.1386)
@@ -119,7 +119,7 @@ def test_channels_that_do_not_turn_keep_their_length(turning):
 
 def test_tables_of_many_positions_are_made_in_blocks(monkeypatch):
     whole = rope_tables(YARN, 64, 300, torch.device("cpu"))
-    monkeypatch.setattr("qrt.layers.rope.BLOCK", 128)
+    monkeypatch.setattr("qrt.definitions.rope.BLOCK", 128)
     for table, wanted in zip(rope_tables(YARN, 64, 300, torch.device("cpu")), whole, strict=True):
         assert torch.equal(table, wanted)
 

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from qrt.compat.settings import ANY, named, refuse
 from qrt.errors import ConfigError
-from qrt.peers import ANY, named, refuse
 from qrt.registry import nearest
 
 _SHAPE = "give it in structured_outputs"

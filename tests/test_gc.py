@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from qrt.engine.garbage import short_collections
+from qrt.gc import short_collections
 
 pytestmark = pytest.mark.usefixtures("unfrozen")
 

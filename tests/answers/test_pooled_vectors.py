@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 import torch
 
+from qrt.answers.pooling.collector import PooledCollector
+from qrt.answers.pooling.pairs import Pairs
+from qrt.answers.pooling.task import finish
 from qrt.arch.pooling import Pooling
 from qrt.engine.schedule.output import StepDelta
 from qrt.engine.schedule.request import FinishReason
 from qrt.request.pooling import PoolingParams
-from qrt.text.pooling.collector import PooledCollector
-from qrt.text.pooling.pairs import Pairs
-from qrt.text.pooling.task import finish
 from qrt.text.tokenizer import Tokenizer
 
 VECTORS = torch.cat([torch.randn(5, 7, generator=torch.Generator().manual_seed(0)) * 40, torch.zeros(1, 7)])

@@ -13,12 +13,19 @@ import huggingface_hub
 import pytest
 
 from hub_server import TOKEN, Repo, asks, hub, repo_of
-from qrt import hub as hub_module
 from qrt.assets import model_path
 from qrt.config import EngineConfig
 from qrt.engine.preflight import preflight
 from qrt.errors import CheckpointError, ConfigError, UnsupportedError
-from qrt.location import api_name, model_commit, model_folder, model_name, pinned_name, tokenizer_folder
+from qrt.model_files import hub as hub_module
+from qrt.model_files.location import (
+    api_name,
+    model_commit,
+    model_folder,
+    model_name,
+    pinned_name,
+    tokenizer_folder,
+)
 
 TINY = model_path("tiny")
 CONFIG = (TINY / "config.json").read_bytes()
@@ -123,7 +130,7 @@ def test_interrupted_download_resumes(asking):
 def test_two_processes_download_once(asking, tmp_path):
     asking.repos["org/tiny"] = repo_of(TINY, seconds=0.3)
     given = {"HF_ENDPOINT": asking.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0"}
-    code = "from qrt.location import model_folder; print(model_folder('org/tiny'))"
+    code = "from qrt.model_files.location import model_folder; print(model_folder('org/tiny'))"
     command = [sys.executable, "-c", code]
     both = [
         subprocess.Popen(command, env={**os.environ, **given}, stdout=subprocess.PIPE, text=True)
@@ -300,7 +307,7 @@ def test_without_a_network_the_cache_has_to_do(asking, caplog):
     asking.change(hub_endpoint="http://127.0.0.1:9")
     with caplog.at_level(logging.WARNING, "qrt"):
         assert model_folder("org/tiny") == folder
-    (line,) = [record.getMessage() for record in caplog.records if record.name == "qrt.hub"]
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "qrt.model_files.hub"]
     assert line.startswith("org/tiny: the Hub could not be asked (") and folder.name in line
     said = refusal("org/other")
     assert "http://127.0.0.1:9 cannot be reached ([Errno 111] Connection refused); check the network" in said

@@ -6,10 +6,10 @@ import pickle
 import numpy as np
 import pytest
 
+from qrt.compat.fields import FIELDS, refuse_arguments
+from qrt.compat.settings import SETTINGS, has_no_effect
 from qrt.errors import ConfigError, UnsupportedError
-from qrt.peer_fields import FIELDS, refuse_arguments
-from qrt.peers import SETTINGS, has_no_effect
-from qrt.sampling_params import SamplingParams
+from qrt.request.sampling import SamplingParams
 
 # vLLM's SamplingParams with the defaults of vLLM 0.8 to 0.11, those left out that qrt has too
 VLLM_DEFAULTS = {

@@ -1,4 +1,4 @@
-"""`route` in torch."""
+"""The router of a mixture: which experts read a token, and how much each of them counts."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def sparsemixer(logits: Tensor, jitter: float) -> tuple[Tensor, Tensor]:
     return torch.cat(weights, 1), torch.cat(chosen, 1)
 
 
-def route(
+def route(  # noqa: PLR0913 -- the operator's arguments, which are flat
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,

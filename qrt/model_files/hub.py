@@ -19,7 +19,7 @@ from typing import Any
 
 from qrt.config import ENV
 from qrt.errors import CheckpointError, ConfigError, QrtError
-from qrt.folder import (
+from qrt.model_files.folder import (
     CONFIG,
     COPIED,
     SEPARATE_CONFIGS,
@@ -29,7 +29,7 @@ from qrt.folder import (
     read_json,
     weight_files,
 )
-from qrt.hub_errors import GATED_DATASET, MAKE_ROOM, explain, first_line, offline_remedy
+from qrt.model_files.hub_errors import GATED_DATASET, MAKE_ROOM, explain, first_line, offline_remedy
 
 logger = logging.getLogger(__name__)
 

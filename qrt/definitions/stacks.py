@@ -1,8 +1,8 @@
 """How the checkpoint's Linears of a layer become the run-time ones: stacked, and with rows in another order.
 
 Everything that is a permutation of rows ends here: q, k and v that are stored as one weight, stacked for each
-KV head or not, and the channels that RoPE turns together (`qrt.layers.rope.channel_order`). So does what a
-rank has of them: whole heads, and channels of the mlps.
+KV head or not, and the channels that RoPE turns together (`rope.channel_order`). So does what a rank has of
+them: whole heads, and channels of the mlps.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from qrt.arch import Arch
 from qrt.arch.part import WHOLE, Part, channels, heads
-from qrt.layers.rope import channel_order
+from qrt.definitions.rope import channel_order
 
 
 @dataclass(frozen=True)

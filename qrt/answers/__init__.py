@@ -1,0 +1,1 @@
+"""What comes behind the engine: its outputs become texts, vectors and scores."""

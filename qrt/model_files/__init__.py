@@ -1,0 +1,1 @@
+"""The files of a model: which there are, and where they come from."""
