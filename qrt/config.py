@@ -66,8 +66,8 @@ LOAD_FORMATS = ("auto", "safetensors", "dummy")  # the first two are the same: q
 GENERATION_CONFIGS = ("auto", "vllm")
 RUNNERS = ("auto", "generate", "pooling")
 CONVERSIONS = ("auto", "none", "embed", "classify", "reward")
-EXCHANGES = ("auto", "peer", "nccl")
-EXCHANGE_DTYPES = ("auto", "int8")
+ALL_REDUCES = ("auto", "peer", "nccl")
+ALL_REDUCE_DTYPES = ("auto", "int8")
 ADMISSIONS = ("aggressive", "conservative")
 MAX_NUM_SEQS = 2**16  # most requests at once; each takes a row of `max_model_len` tokens on the device
 
@@ -98,10 +98,10 @@ class EngineConfig:
                              float32, or bf16 for a quantized checkpoint in bf16 if the CPU has fast bf16
     device                   "cuda", "cuda:1" or "cpu" (None: the GPU if there is one, else the CPU)
     tensor_parallel_size     ranks that share the model, one GPU each, counted from `device` on
-    exchange                 how their GPUs add up what they compute: "peer": few tokens through each other's
+    all_reduce               how their GPUs add up what they compute: "peer": few tokens through each other's
                              memory, "nccl", or "auto": what is faster on this machine
-    exchange_dtype           what they exchange in long steps: "auto" the dtype of activations, or "int8":
-                             groups of 128 with a scale, half the bytes, rounded
+    all_reduce_dtype         what crosses their links in long steps: "auto" the dtype of activations, or
+                             "int8": groups of 128 with a scale, half the bytes, rounded
     max_model_len            most tokens of one request, prompt and output together
     max_num_seqs             most requests that run at once (None: 256, on a GPU up to 1,024 by what the
                              KV pool holds: `mem.sizing.default_num_seqs`)
@@ -139,8 +139,8 @@ class EngineConfig:
     dtype: str = "auto"
     device: str | None = None
     tensor_parallel_size: int = 1
-    exchange: str = "auto"
-    exchange_dtype: str = "auto"
+    all_reduce: str = "auto"
+    all_reduce_dtype: str = "auto"
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int = 8192
@@ -182,8 +182,8 @@ class EngineConfig:
             if not isinstance(getattr(self, name), dict | None):
                 raise ConfigError(f"{name}: expected a dictionary, got {getattr(self, name)!r:.80}")
             object.__setattr__(self, name, getattr(self, name) or None)
-        one_of("exchange", self.exchange, EXCHANGES)
-        one_of("exchange_dtype", self.exchange_dtype, EXCHANGE_DTYPES)
+        one_of("all_reduce", self.all_reduce, ALL_REDUCES)
+        one_of("all_reduce_dtype", self.all_reduce_dtype, ALL_REDUCE_DTYPES)
         one_of("scheduling_policy", self.scheduling_policy, POLICIES)
         one_of("admission", self.admission, ADMISSIONS)
         for name in ("tensor_parallel_size", "max_num_batched_tokens"):

@@ -25,10 +25,10 @@ from qrt.engine.step.table import RequestTable
 from qrt.errors import ConfigError
 from qrt.grammar.compiled import Grammars
 from qrt.grammar.vocabulary import Vocabulary
-from qrt.kernels.exchange.ref import INT8_GROUP
+from qrt.kernels.all_reduce.ref import INT8_GROUP
 from qrt.kernels.gpu import launches_on
 from qrt.kernels.peer_memory import SECONDS
-from qrt.kernels.peers import Peers
+from qrt.kernels.tensor_parallel import TensorParallelGroup
 from qrt.mem.sizing import (
     GIB,
     LEAST_SEQS,
@@ -94,7 +94,7 @@ def build(
     config: EngineConfig | Preflight,
     model: Decoder | None = None,
     eos_token_ids: Iterable[int] = (),
-    peers: Peers | None = None,
+    peers: TensorParallelGroup | None = None,
 ) -> Parts:
     """Load the checkpoint that `config` names, or take `model`, and build the rest around it.
 
@@ -136,7 +136,7 @@ def build(
 
 
 def _checked(
-    config: EngineConfig | Preflight, model: Decoder | None, peers: Peers | None
+    config: EngineConfig | Preflight, model: Decoder | None, peers: TensorParallelGroup | None
 ) -> tuple[EngineConfig, _Loaded]:
     """Return the settings, checked, with the model that they name and its defaults; or with `model`."""
     if model is None:
@@ -153,7 +153,7 @@ def _checked(
     return own, _Loaded(model)
 
 
-def _load(config: EngineConfig, pooling: Pooling | None, peers: Peers | None) -> _Loaded:
+def _load(config: EngineConfig, pooling: Pooling | None, peers: TensorParallelGroup | None) -> _Loaded:
     """Load the checkpoint's model, its generation defaults, and its head of labels."""
     device = devices_of(config)[0] if peers is None else peers.device
     dummy = config.load_format == "dummy"
@@ -169,15 +169,15 @@ def _load(config: EngineConfig, pooling: Pooling | None, peers: Peers | None) ->
         part = Part(peers.rank, peers.size)
         width = read_arch(checkpoint.config, checkpoint.path).hidden_size
         if device.type == "cuda":
-            from qrt.kernels.exchange.choose import (
+            from qrt.kernels.all_reduce.choose import (
                 choose,
             )  # imports Triton, which is installed only with GPUs
 
-            peers.memory = choose(peers, width, config.exchange, dtype)
-        peers.int8 = config.exchange_dtype == "int8"
+            peers.memory = choose(peers, width, config.all_reduce, dtype)
+        peers.int8 = config.all_reduce_dtype == "int8"
         if peers.int8 and width % INT8_GROUP:
             raise ConfigError(
-                f"exchange_dtype: expected auto for a hidden size of {width}, got int8, which takes groups "
+                f"all_reduce_dtype: expected auto for a hidden size of {width}, got int8, which takes groups "
                 f"of {INT8_GROUP}; leave it out"
             )
     headless = pooling is not None
@@ -324,7 +324,7 @@ def _budget_bytes(config: EngineConfig, model: Decoder, reserve: int) -> int:
         reserve_bytes=reserve,
         kv_cache_memory_bytes=config.kv_cache_memory_bytes,
     )
-    return own if model.peers is None else min(model.peers.each(own))
+    return own if model.peers is None else min(model.peers.all_gather_int(own))
 
 
 def _runner(

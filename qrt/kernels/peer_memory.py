@@ -1,8 +1,9 @@
 """The memory that the ranks of one host write to: how it is laid out, and what kernels are told of it.
 
 Each rank has one block, which all ranks may write: places uint8 [2, R, rows, row_bytes], where copy, source
-rank and row find each other, and behind them int32 [rows], how often each row has been exchanged. Only the
-block's rank reads it, and counts. exchange/device.py says how. The last row is that of `chain` for one token.
+rank and row find each other, and behind them int32 [rows], how often each row has been all-reduced. Only the
+block's rank reads it, and counts. all_reduce/device.py says how. The last row is that of `chain` for one
+token.
 
 A kernel gets `words`, int64 [BLOCKS + R]: how long to wait in ns, this rank, rows, row_bytes, and where the
 blocks are: its own, then those of the ranks behind it, then of those before.
@@ -30,7 +31,7 @@ class Memory:
     """The memory of one rank and its peers, as the operators of `qrt.kernels` take it.
 
     words        int64 [BLOCKS + R], on the rank's device
-    rows         most rows of one exchange, one less than there are
+    rows         most rows of one all-reduce, one less than there are
     row_bytes    most bytes of a row
     """
 
@@ -45,7 +46,7 @@ class Memory:
         return cls(torch.tensor(words, dtype=torch.int64, device=device), rows, row_bytes)
 
     def takes(self, x: Tensor) -> bool:
-        """Return whether x [T, K] or [S, T, K] may be exchanged through it: not too many rows or columns."""
+        """Return whether x [T, K] or [S, T, K] fits it: not too many rows or columns."""
         return x.shape[-2] <= self.rows and 4 * x.shape[-1] <= self.row_bytes
 
     def wait(self, seconds: float) -> None:
@@ -59,7 +60,7 @@ def ranks_of(words: Tensor | None) -> int:
 
 
 def rows_for(ranks: int, width: int, multiprocessors: int) -> int:
-    """Return the most rows of `width` columns that are exchanged through memory.
+    """Return the most rows of `width` columns that are all-reduced through memory.
 
     A program has a row or more, and waits for the others' programs of that row. A GPU runs two a
     multiprocessor, so all run at once.
@@ -73,7 +74,7 @@ def row_bytes_for(width: int) -> int:
 
 
 def places_bytes(ranks: int, rows: int, row_bytes: int) -> int:
-    """Return the bytes of a block's places, for exchanges of `rows`."""
+    """Return the bytes of a block's places, for all-reduces of `rows`."""
     return 2 * ranks * (rows + 1) * row_bytes
 
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from qrt.kernels.layernorm import layernorm
-from qrt.kernels.peers import Peers
 from qrt.kernels.rmsnorm import rmsnorm
+from qrt.kernels.tensor_parallel import TensorParallelGroup
 
 
 class RMSNorm:
@@ -64,7 +64,7 @@ class WholeNorm:
     peers   those ranks, or None if this is the only one
     """
 
-    def __init__(self, norm: NormLayer, ranks: int = 1, peers: Peers | None = None) -> None:
+    def __init__(self, norm: NormLayer, ranks: int = 1, peers: TensorParallelGroup | None = None) -> None:
         self.norm, self.ranks, self.peers = norm, ranks, peers
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ class WholeNorm:
             return self.norm(x.flatten(1)).view(x.shape)
         assert isinstance(self.norm, RMSNorm), "LayerNorm over the heads of several ranks"
         wide, weight = x.float(), self.norm.weight.view(x.shape[1:])
-        mean = self.peers.sum(wide.square().mean((1, 2))[:, None])[..., None] / self.ranks
+        mean = self.peers.all_reduce(wide.square().mean((1, 2))[:, None])[..., None] / self.ranks
         normal = wide * torch.rsqrt(mean + self.norm.eps)
         return (normal.to(x.dtype) * weight if weight.dtype == x.dtype else normal * weight).to(x.dtype)
 

@@ -16,8 +16,8 @@ from qrt.definitions.activations import XIELU
 from qrt.definitions.rope import RopeTables, tables_by_length
 from qrt.definitions.stacks import Stack, expert_stacks, head_channels, stacks
 from qrt.errors import UnsupportedError
-from qrt.kernels.peers import Peers
 from qrt.kernels.scores import Scores
+from qrt.kernels.tensor_parallel import TensorParallelGroup
 from qrt.layers.attention import Attention, HeadNorm, Heads
 from qrt.layers.embedding import Embedding
 from qrt.layers.experts import Chooser, ExpertLinear, Mixture
@@ -58,7 +58,7 @@ def build(
     weights: WeightSource,
     part: Part | None = None,
     *,
-    peers: Peers | None = None,
+    peers: TensorParallelGroup | None = None,
     progress: str | None,
 ) -> Decoder:
     """Build the decoder layer by layer, with a progress bar on stderr called `progress`; None: without.
@@ -175,7 +175,13 @@ class _Layer:
     """Builds a rank's part of layer `index`; `arch` is that of the whole model."""
 
     def __init__(
-        self, arch: Arch, part: Part, weights: WeightSource, index: int, ropes: _Ropes, peers: Peers | None
+        self,
+        arch: Arch,
+        part: Part,
+        weights: WeightSource,
+        index: int,
+        ropes: _Ropes,
+        peers: TensorParallelGroup | None,
     ) -> None:
         self.arch, self.part, self.weights, self.index, self.ropes = arch, part, weights, index, ropes
         self.peers = peers

@@ -16,11 +16,11 @@ from torch import Tensor
 from qrt.arch import Arch
 from qrt.arch.part import Part, head_rows
 from qrt.definitions.rope import RopeTables
-from qrt.kernels.exchange import total
+from qrt.kernels.all_reduce import reduce
 from qrt.kernels.gpu import launches_on
-from qrt.kernels.peers import Peers
 from qrt.kernels.prefill_attention.tiles import Queries
 from qrt.kernels.step import KVLayer, StepMeta
+from qrt.kernels.tensor_parallel import TensorParallelGroup
 from qrt.layers.attention import Attention
 from qrt.layers.embedding import Embedding
 from qrt.layers.experts import ExpertLinear, Mixture
@@ -56,7 +56,7 @@ class DecoderLayer:
         *,
         parallel: bool = False,
         residual_scale: float = 1.0,
-        peers: Peers | None = None,
+        peers: TensorParallelGroup | None = None,
     ) -> None:
         self.attention = attention
         self.mlp = mlp
@@ -75,7 +75,7 @@ class DecoderLayer:
 
     def _whole(self, share: Tensor) -> Tensor:
         """Return the sum of what the ranks compute."""
-        return share if self.peers is None else total(share, self.peers)
+        return share if self.peers is None else reduce(share, self.peers)
 
     def linears(self) -> tuple[Linear | ExpertLinear, ...]:
         """Every product with a weight scheme."""
@@ -107,7 +107,7 @@ class Decoder:
     norm: NormLayer
     head: Linear
     ropes: list[RopeTables]
-    peers: Peers | None = None
+    peers: TensorParallelGroup | None = None
     copies: int = 1
 
     def hidden(self, step: StepMeta, kv: KVStorage) -> Tensor:
@@ -128,7 +128,7 @@ class Decoder:
         if self.peers is None:
             return own
         with launches_on(self.device):
-            return self.peers.gather(own, [len(rows) for rows in self._head_rows(self.peers)])
+            return self.peers.gather_columns(own, [len(rows) for rows in self._head_rows(self.peers)])
 
     def own_logits(self, hidden: Tensor) -> Tensor:
         """Return the logits of the tokens whose rows of the head this rank has, from `first_token` on."""
@@ -144,7 +144,7 @@ class Decoder:
         """The first token of `own_logits`, a multiple of 64."""
         return 0 if self.peers is None else self._head_rows(self.peers)[self.peers.rank].start
 
-    def _head_rows(self, peers: Peers) -> list[range]:
+    def _head_rows(self, peers: TensorParallelGroup) -> list[range]:
         """Return the rows of the vocabulary that the head of each rank has."""
         return [head_rows(self.arch.vocab_size, Part(rank, peers.size)) for rank in range(peers.size)]
 

@@ -31,9 +31,9 @@ from qrt.kernels.decode_attention.blocks import block_of, measured_block
 from qrt.kernels.gpu import launches_on
 from qrt.kernels.linear import linear_act, linear_act_int8
 from qrt.kernels.linear.product import Epilogue
-from qrt.kernels.peers import Peers
 from qrt.kernels.rmsnorm import embed_rmsnorm
 from qrt.kernels.step import KVLayer, StepMeta
+from qrt.kernels.tensor_parallel import TensorParallelGroup
 from qrt.layers.attention import Attention
 from qrt.layers.experts import Mixture
 from qrt.layers.linear import Linear
@@ -133,7 +133,7 @@ class FusedLayer:
         (heads, *_), head_dim = self.layer.attention.qkv_heads, self.layer.attention.head_dim
         return self.links.fitting(heads * head_dim, residual)
 
-    def _is_alike(self, peers: Peers) -> bool:
+    def _is_alike(self, peers: TensorParallelGroup) -> bool:
         """Return whether the same operators take this layer's part on every rank: they meet each other.
 
         Parts differ where inputs are out of order, and in their sizes.
@@ -144,7 +144,7 @@ class FusedLayer:
             x = torch.empty(tokens, hidden, dtype=torch.bfloat16, device=peers.device)
             for link in self.fitting(x):
                 marks = 2 * marks + (link is not None)
-        return len(set(peers.each(marks))) == 1
+        return len(set(peers.all_gather_int(marks))) == 1
 
     def epilogues(self, tokens: Tensor) -> dict[str, Epilogue]:
         """Return what the products of o, gate_up and down are asked for where no link fits.

@@ -40,7 +40,7 @@ class Links(NamedTuple):
     def of(cls, layer: DecoderLayer, to_mlp: AddNorm, to_next: AddNorm, next_qkv: Linear | None) -> Links:
         """Return what the operators take of a layer.
 
-        They take nothing of one whose mlp stands beside attention, or whose ranks do not exchange so many
+        They take nothing of one whose mlp stands beside attention, or whose ranks do not all-reduce so many
         tokens through memory.
         """
         if layer.parallel or (layer.peers is not None and layer.peers.most_rows < MOST_TOKENS):
@@ -126,5 +126,5 @@ def _weight(norm: NormLayer | None) -> Tensor | None:
 
 
 def _words(add: AddNorm) -> Tensor | None:
-    """Return the words of the memory through which ranks exchange, if there are several."""
+    """Return the words of the memory through which ranks all-reduce, if there are several."""
     return None if add.peers is None or add.peers.memory is None else add.peers.memory.words

@@ -17,7 +17,7 @@ from qrt.checks import first_few
 from qrt.definitions.names import CORRECTION, check_names, place_names
 from qrt.definitions.stacks import Stack
 from qrt.errors import CheckpointError, UnsupportedError
-from qrt.kernels.peers import Peers
+from qrt.kernels.tensor_parallel import TensorParallelGroup
 from qrt.layers.experts import ExpertLinear
 from qrt.layers.linear import Linear
 from qrt.model.build import XIELU_PARTS, build
@@ -40,7 +40,7 @@ def dummy_model(
     dtype: torch.dtype,
     headless: bool = False,
     part: Part | None = None,
-    peers: Peers | None = None,
+    peers: TensorParallelGroup | None = None,
 ) -> Decoder:
     """Make random weights of the sizes, schemes and grids in `checkpoint`'s config.json; read no tensor.
 
@@ -58,7 +58,7 @@ def load_model(
     dtype: torch.dtype,
     headless: bool = False,
     part: Part | None = None,
-    peers: Peers | None = None,
+    peers: TensorParallelGroup | None = None,
 ) -> Decoder:
     """Load a checkpoint folder (or "tiny") on `device`; what is not quantized is cast to `dtype`.
 

@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from qrt.kernels.exchange import own_sum, through
+from qrt.kernels.all_reduce import reduce_scatter, through
 from qrt.kernels.layernorm import add_layernorm, add_layernorm_int8
 from qrt.kernels.linear import linear_int8, linear_int8_shares, linear_shares
-from qrt.kernels.peers import Peers
 from qrt.kernels.rmsnorm import add_normed, add_rmsnorm, add_rmsnorm_int8
+from qrt.kernels.tensor_parallel import TensorParallelGroup
 from qrt.layers.experts import Mixture
 from qrt.layers.linear import Linear
 from qrt.layers.norm import LayerNorm, NormLayer, RMSNorm
@@ -31,15 +31,16 @@ class AddNorm(NamedTuple):
     norm    the norm in front of the next block; without one that block reads the residual
     peers   the ranks whose y add up to the block's output, or None
     cuts    whether each rank adds to its own rows of the residual alone where the sums are large
-            (`Peers.takes_own`): the ranks put x together, as codes if its reader takes these. The other rows
-            of the residual are left as they are, so all additions of a step must do so
+            (`TensorParallelGroup.prefers_reduce_scatter`): the ranks put x together, as codes if its reader
+            takes these. The other rows of the residual are left as they are, so all additions of a step must
+            do so
     y may be split sums. The residual [T, H] is changed in place.
     """
 
     behind: RMSNorm | None
     scale: float
     norm: NormLayer | None
-    peers: Peers | None = None
+    peers: TensorParallelGroup | None = None
     cuts: bool = False
 
     @classmethod
@@ -48,7 +49,7 @@ class AddNorm(NamedTuple):
         behind: NormLayer | None,
         scale: float,
         norm: NormLayer | None,
-        peers: Peers | None = None,
+        peers: TensorParallelGroup | None = None,
         *,
         cuts: bool = False,
     ) -> AddNorm:
@@ -59,8 +60,8 @@ class AddNorm(NamedTuple):
     def __call__(self, residual: Tensor, y: Tensor) -> Tensor:
         """Return x [T, H]."""
         if (peers := self._cutting(residual)) is not None:
-            rows = residual[peers.own(len(residual))]
-            return peers.whole(self._alone(rows, own_sum(y, peers)), len(residual))
+            rows = residual[peers.own_rows(len(residual))]
+            return peers.all_gather(self._alone(rows, reduce_scatter(y, peers)), len(residual))
         norm, (y, words) = self.norm, self._given(y)
         if isinstance(norm, LayerNorm):
             return add_layernorm(residual, y, norm.weight, norm.bias, norm.eps, *self._added(), words)
@@ -77,9 +78,9 @@ class AddNorm(NamedTuple):
     def int8(self, residual: Tensor, y: Tensor) -> QuantizedTokens:
         """Return x as codes."""
         if (peers := self._cutting(residual)) is not None:
-            rows = residual[peers.own(len(residual))]
-            x = self._alone.int8(rows, own_sum(y, peers))
-            codes, scale = (peers.whole(part, len(residual)) for part in (x.codes, x.scale))
+            rows = residual[peers.own_rows(len(residual))]
+            x = self._alone.int8(rows, reduce_scatter(y, peers))
+            codes, scale = (peers.all_gather(part, len(residual)) for part in (x.codes, x.scale))
             return QuantizedTokens(codes, scale, x.dtype)
         norm, (y, words) = self.norm, self._given(y)
         if isinstance(norm, LayerNorm):
@@ -96,10 +97,10 @@ class AddNorm(NamedTuple):
             return int8_product(linear, self.int8(residual, y))
         return linear(self(residual, y))
 
-    def _cutting(self, residual: Tensor) -> Peers | None:
+    def _cutting(self, residual: Tensor) -> TensorParallelGroup | None:
         """Return the ranks where each of them adds to its own rows of the residual alone."""
         peers = self.peers if self.cuts else None
-        return peers if peers is not None and peers.takes_own(residual) else None
+        return peers if peers is not None and peers.prefers_reduce_scatter(residual) else None
 
     @property
     def _alone(self) -> AddNorm:

@@ -60,7 +60,7 @@ def _sharing(model: Decoder, q: Tensor) -> Tensor:
     peers, copies = model.peers, model.copies
     if peers is None or copies == 1:
         return q
-    every = peers.gather(q.flatten(1), [q[0].numel()] * peers.size).unflatten(1, (-1, q.shape[2]))
+    every = peers.gather_columns(q.flatten(1), [q[0].numel()] * peers.size).unflatten(1, (-1, q.shape[2]))
     return every.unflatten(1, (peers.size // copies, -1))[:, peers.rank // copies]
 
 

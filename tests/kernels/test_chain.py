@@ -12,7 +12,7 @@ from qrt.kernels.chain import Link, chain, fits, kernel, one_token_kernel, ref
 from qrt.kernels.linear import choose
 from qrt.kernels.linear.tiles import digits_kernel
 from qrt.kernels.linear.tiles.make_digits_kernel import make_digits
-from qrt.kernels.peers import EXACT_TOKENS
+from qrt.kernels.tensor_parallel import EXACT_TOKENS
 from qrt.quant.digits import MOST_TOKENS, room_for
 from qrt.quant.weight import WEIGHT_SCHEMES
 from random_weights import random_weight, reference, relative
@@ -407,7 +407,7 @@ def normed(y, weight):
     return y / (y.square().mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
 
 
-@pytest.mark.skipif(not PTX, reason="test_exchange_gpu has processes that meet on GPUs")
+@pytest.mark.skipif(not PTX, reason="test_all_reduce_gpu has processes that meet on GPUs")
 @pytest.mark.ptx
 def test_one_token_of_two_ranks_that_wait_for_each_other(device, monkeypatch):
     """Twice, as what one launch leaves behind meets the next one; on all ranks the same bits."""

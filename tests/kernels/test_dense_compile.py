@@ -16,7 +16,7 @@ from qrt.kernels.linear.tiles import plans as tile_plans
 from qrt.kernels.linear.tiles.device import constants_of
 from qrt.kernels.linear.shared.places import Grouped, Places
 from qrt.kernels.linear.tiles.wide_kernel import wide_experts, wide_product
-from qrt.kernels.exchange.kernel import exchange_largest
+from qrt.kernels.all_reduce.kernel import all_reduce_max
 from qrt.kernels.layernorm.kernel import add_layernorm
 from qrt.kernels.peer_memory import Memory
 from qrt.kernels.rmsnorm.kernel import add_rmsnorm, embed_rmsnorm, rmsnorm
@@ -87,7 +87,7 @@ words = Memory.of([16, 32], 0, 16, 32768, table.device).words
 for tokens in (1, 9):
     x, residual = torch.empty(2, tokens, 8192), torch.empty(tokens, 8192, dtype=BF16)
     add_rmsnorm(residual, x, residual[0], 1e-5, None, 0.0, 1.0, words)
-exchange_largest(torch.zeros(9, dtype=torch.int64), words)
+all_reduce_max(torch.zeros(9, dtype=torch.int64), words)
 act_mul(torch.empty(9, 28672, dtype=BF16), "silu")
 act_mul_int8(torch.empty(9, 28672, dtype=BF16), "silu")
 """

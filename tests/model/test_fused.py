@@ -14,7 +14,7 @@ from hand_steps import Requests
 from qrt.arch.read import read_arch
 from qrt.kernels import chain
 from qrt.kernels.peer_memory import Memory
-from qrt.kernels.peers import Peers
+from qrt.kernels.tensor_parallel import TensorParallelGroup
 from qrt.layers.mlp import MLP
 from qrt.model import fused, merged
 from qrt.model.build import build
@@ -306,7 +306,7 @@ def test_ranks_whose_parts_differ_use_no_links(monkeypatch):
     monkeypatch.setattr(fused.Links, "of", classmethod(lambda cls, *parts: links))
     monkeypatch.setattr(fused.Links, "fitting", lambda self, attended, residual: self)
     layer = make("w4a16").layers[0]
-    layer.peers = Peers(0, 2, CPU)
+    layer.peers = TensorParallelGroup(0, 2, CPU)
     for others, kept in (([0b100100, 0b100100], True), ([0b100100, 0], False)):
         monkeypatch.setattr(layer.peers, "each", lambda marks, others=others: [marks, *others[1:]])
         layer.peers.memory = Memory.of([0, 0], 0, 16, 1024, CPU)

@@ -38,7 +38,7 @@ class Ranks:
                     self.places[rank][int(turn[i]), source, i, : len(row)] = row
 
     def sent(self, rank, to, like):
-        """What `rank` has put into the block of `to` in its last exchange."""
+        """What `rank` has put into the block of `to` in its last all-reduce."""
         turn = self.counts[rank][: len(like)] - 1 & 1
         found = torch.stack([self.places[to][int(turn[i]), rank, i] for i in range(len(like))])
         return found.view(like.dtype)[:, : like[0].numel()]

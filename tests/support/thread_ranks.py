@@ -1,4 +1,4 @@
-"""Ranks as threads of one process: real plans, real orders, and exchanges through a barrier."""
+"""Ranks as threads of one process: real plans, real orders, and all-reduces through a barrier."""
 
 import socket
 import threading
@@ -13,7 +13,7 @@ from qrt.engine.build import build
 from qrt.engine.engine import Engine
 from qrt.engine.ranks.orders import OrderReader, OrderSender
 from qrt.engine.ranks.process import follow
-from qrt.kernels.peers import Peers
+from qrt.kernels.tensor_parallel import TensorParallelGroup
 
 SECONDS = 60
 
@@ -34,7 +34,7 @@ class Meeting:
         return found
 
 
-class ThreadPeers(Peers):
+class ThreadPeers(TensorParallelGroup):
     def __init__(self, rank, size, meeting):
         super().__init__(rank, size, torch.device("cpu"))
         self.meeting = meeting
@@ -42,20 +42,20 @@ class ThreadPeers(Peers):
     def _gathered(self, x):
         return [part.clone() for part in self.meeting.all(self.rank, x)]
 
-    def swap(self, x):
+    def all_to_all(self, x):
         most = -(-len(x) // self.size)
-        parts = [part[self.own(len(x))] for part in self._gathered(x)]
+        parts = [part[self.own_rows(len(x))] for part in self._gathered(x)]
         return torch.stack(
             [torch.cat([part, part.new_zeros(most - len(part), x.shape[1])]) for part in parts]
         )
 
-    def largest(self, x):
+    def all_reduce_max(self, x):
         return torch.stack(self.meeting.all(self.rank, x.clone())).amax(0)
 
-    def first(self, x):
+    def broadcast(self, x):
         return x.copy_(self.meeting.all(self.rank, x.clone())[0])
 
-    def each(self, number):
+    def all_gather_int(self, number):
         return self.meeting.all(self.rank, number)
 
 

@@ -23,8 +23,9 @@ The model that `qrt` carries (`--model tiny`): a small Llama-shaped decoder that
 every test, example and comparison a perplexity that means something, offline. It is a measuring piece, not
 an assistant: it knows grammar and the tone of its sources, and no facts. It may repeat what its sources say.
 
-Made by `PYTHONPATH=tools python -m tiny.train --corpus CORPUS --out OUT --compile`, with `--steps {steps}` and
-`--seed {seed}`; nothing else went into it. A second run gives the same tokenizer, and weights that differ by GPU rounding.
+Made by `PYTHONPATH=tools python -m tiny.train --corpus CORPUS --out OUT --compile`, with `--steps {steps}`
+and `--seed {seed}`; nothing else went into it. A second run gives the same tokenizer, and weights that differ
+by GPU rounding.
 
 ## Figures
 

@@ -6,7 +6,7 @@ import math
 from argparse import BooleanOptionalAction
 
 from qrt.cli import ArgumentParser, add_download_dir, add_hub_flags
-from qrt.config import EXCHANGE_DTYPES, EXCHANGES
+from qrt.config import ALL_REDUCE_DTYPES, ALL_REDUCES
 from qrt.quant.kv import KV_FORMATS
 from qrt_eval.flags import shared as flags
 from qrt_eval.speed.kernels.row import OPS
@@ -291,6 +291,9 @@ def _add_model_or_shape(command: ArgumentParser) -> None:
         metavar="N",
         help="GPUs that share the model",
     )
-    for flag, choices in (("--exchange", EXCHANGES), ("--exchange-dtype", EXCHANGE_DTYPES)):
-        command.add_argument(flag, default="auto", choices=choices, help="as in qrt-serve")
+    for names, choices in (
+        (("--all-reduce", "--exchange"), ALL_REDUCES),
+        (("--all-reduce-dtype", "--exchange-dtype"), ALL_REDUCE_DTYPES),
+    ):
+        command.add_argument(*names, default="auto", choices=choices, help="as in qrt-serve")
     flags.add_kv(command)

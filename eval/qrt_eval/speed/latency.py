@@ -70,7 +70,7 @@ def build_engine(arguments: Namespace, **limits: Any) -> Engine:
             raise ConfigError(f"{flag}: expected --shape beside it, got a checkpoint; leave the flag out")
     ranks = arguments.tensor_parallel_size
     shared = {
-        name: getattr(arguments, name) for name in ("tensor_parallel_size", "exchange", "exchange_dtype")
+        name: getattr(arguments, name) for name in ("tensor_parallel_size", "all_reduce", "all_reduce_dtype")
     }
     own = {"kv": arguments.kv, "enable_prefix_caching": False, **shared, **limits}
     if not arguments.shape:

@@ -28,7 +28,7 @@ import torch
 from qrt.config import EngineConfig
 from qrt.engine.ranks.orders import OrderKind, OrderSender
 from qrt.engine.schedule.plan import Plan
-from qrt.kernels.peers import Peers
+from qrt.kernels.tensor_parallel import TensorParallelGroup
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class RankGroup:
                 orders.append(self._start(own, device))
             self._sender = OrderSender(orders)
             threading.Thread(target=self._watch, name="ranks", daemon=True).start()
-            self.peers = Peers.join(store, 0, len(devices), devices[0])
+            self.peers = TensorParallelGroup.join(store, 0, len(devices), devices[0])
 
     def _start(self, spec: RankSpec, device: torch.device) -> socket.socket:
         """Start a rank; return our end of the socket of its orders."""

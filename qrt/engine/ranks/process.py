@@ -22,12 +22,14 @@ from qrt.engine.build import build
 from qrt.engine.ranks.group import BEAT_SECONDS, RankSpec
 from qrt.engine.ranks.orders import Draw, Forward, Launch, OrderReader
 from qrt.engine.step.runner import Runner
-from qrt.kernels.peers import Peers
+from qrt.kernels.tensor_parallel import TensorParallelGroup
 
 
 def serve(spec: RankSpec) -> None:
     """Build the rank's part of the model, and run orders until rank 0 closes the socket."""
-    peers = Peers.join(Path(spec.store), spec.rank, spec.size, torch.device(str(spec.engine.device)))
+    peers = TensorParallelGroup.join(
+        Path(spec.store), spec.rank, spec.size, torch.device(str(spec.engine.device))
+    )
     runner = build(spec.engine, peers=peers).runner
     follow(runner, OrderReader(socket.socket(fileno=spec.orders)))
     runner.forget()

@@ -29,7 +29,7 @@ from qrt.engine.step.masks import MaskBuffer
 from qrt.engine.step.padded import PaddedInputs
 from qrt.engine.step.table import RequestTable
 from qrt.gc import garbage_left
-from qrt.kernels.exchange import largest
+from qrt.kernels.all_reduce import reduce_max
 from qrt.kernels.sample import sample as sample_logits
 from qrt.kernels.sample import sample_words, token_of
 from qrt.mem.sizing import GIB
@@ -307,9 +307,9 @@ class TokenSteps:
             tokens = sample_logits(model.logits(hidden), *rules, None, masks, mask_at)
         elif masks is None:
             words = sample_words(model.own_logits(hidden), *rules, model.first_token)
-            tokens = token_of(largest(words, model.peers))
+            tokens = token_of(reduce_max(words, model.peers))
         else:  # only rank 0 has masks
-            tokens = model.peers.first(sample_logits(model.logits(hidden), *rules, None, masks, mask_at))
+            tokens = model.peers.broadcast(sample_logits(model.logits(hidden), *rules, None, masks, mask_at))
         table.advance(rows, tokens, drawn)
         return tokens
 

@@ -249,7 +249,7 @@ class Runner:
         logits = self.model.logits(hidden[samples.tokens])
         tokens = sample(logits, self.table, self.adjustments, samples.meta, masks)
         if self.model.peers is not None:  # rank 0 has the masks, and sorts and adds in an order of its own
-            tokens = self.model.peers.first(tokens)
+            tokens = self.model.peers.broadcast(tokens)
         self.table.advance(samples.meta.rows, tokens)
         logprobs: ScoreTensors | None = None
         if samples.logprobs is not None:

@@ -8,10 +8,11 @@ tile of the inputs, and their sums are added in shared memory at the end of a pr
 the whole input of a product, norm included.
 
 A rank of several has its part of o and down. The programs of all ranks that have the same outputs meet alone:
-each writes its sums in fp32 into the memory of all ranks (`exchange.device` says how), adds up what has come
-for it, and stores the total for the programs of its own GPU. The last row of the memory is for this kernel
-alone: copy 0 for o, copy 1 for down. A program empties a place when it has read it. Another rank writes there
-again a layer later, when it has this program's outputs of the other product, which follow behind a barrier.
+each writes its sums in fp32 into the memory of all ranks (`all_reduce.device` says how), adds up what has
+come for it, and stores the total for the programs of its own GPU. The last row of the memory is for this
+kernel alone: copy 0 for o, copy 1 for down. A program empties a place when it has read it. Another rank
+writes there again a layer later, when it has this program's outputs of the other product, which follow
+behind a barrier.
 
 As the programs wait for each other, all of them must get an SM in the end. Other work on the GPU may be slow,
 but must not wait for them.
@@ -40,8 +41,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from qrt.kernels import peer_memory
 from qrt.kernels.act_mul.kernel import activated
+from qrt.kernels.all_reduce.device import patient, words_of
 from qrt.kernels.chain import UNIT
-from qrt.kernels.exchange.device import patient, words_of
 from qrt.kernels.gpu import multiprocessors
 from qrt.kernels.launch import variant
 from qrt.kernels.linear.device import DTYPES, of_weight, signals

@@ -11,7 +11,7 @@ add_rmsnorm_int8(the same) -> that norm as codes int8 [T, K], scale fp32 [T], by
     without a weight, the sum itself
 
 x of the last three may also be fp32 [S, T, K]: then its sum over S, rounded to residual's dtype, is added.
-With `peers` (qrt.kernels.exchange) the sum of all ranks' x is added, in one launch.
+With `peers` (qrt.kernels.all_reduce) the sum of all ranks' x is added, in one launch.
 The norm of x and its product with scale are rounded to residual's dtype, too.
 
 Sums are fp32. The normalized row is rounded to x's dtype before it is multiplied by the weight, as in

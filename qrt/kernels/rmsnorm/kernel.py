@@ -11,13 +11,13 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
+from qrt.kernels.all_reduce.device import all_reduced, words_of
 from qrt.kernels.device import after_previous
-from qrt.kernels.exchange.device import exchanged, words_of
 from qrt.kernels.gpu import overlaps
 from qrt.kernels.launch import COMPILED, variant
 from qrt.kernels.peer_memory import ranks_of
-from qrt.kernels.peers import EXACT_TOKENS
 from qrt.kernels.sizes import cdiv, next_power_of_2
+from qrt.kernels.tensor_parallel import EXACT_TOKENS
 from qrt.quant.device import GROUP, store_digits, token_codes, token_scale
 from qrt.quant.digits import Digits
 
@@ -96,7 +96,7 @@ def _rmsnorm(  # noqa: C901 -- its branches are constants
         x += tl.load(share + start[:, None] + k[None, :], mask=inside, other=0.0)
     DTYPE: tl.constexpr = Y.dtype.element_ty if RESIDUAL is None else RESIDUAL.dtype.element_ty
     if PEERS is not None:
-        x = exchanged(x, words, row, k, inside, RANKS, tl.float32 if WIDE else DTYPE, ASM)
+        x = all_reduced(x, words, row, k, inside, RANKS, tl.float32 if WIDE else DTYPE, ASM)
     if SHARES > 0 or PEERS is not None:
         x = x.to(DTYPE)
     if INNER is not None:

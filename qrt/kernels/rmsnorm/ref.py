@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qrt.kernels.exchange.ref import exchange_sum
+from qrt.kernels.all_reduce.ref import all_reduce
 from qrt.quant import affine
 
 
@@ -42,7 +42,7 @@ def add_normed(
     residual's dtype first.
     """
     if peers is not None:
-        x = exchange_sum(x, peers, residual.dtype)
+        x = all_reduce(x, peers, residual.dtype)
     elif x.dim() == 3:
         x = x.sum(0).to(residual.dtype)
     if inner is not None:

@@ -9,8 +9,8 @@ from typing import Any
 from qrt.cli import add_hub_flags
 from qrt.config import (
     ADMISSIONS,
-    EXCHANGE_DTYPES,
-    EXCHANGES,
+    ALL_REDUCE_DTYPES,
+    ALL_REDUCES,
     GENERATION_CONFIGS,
     LOAD_FORMATS,
     POLICIES,
@@ -198,16 +198,18 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
         help="number of GPUs that share the model, counted from --device on",
     )
     group.add_argument(
-        "--exchange",
-        default=ENGINE.exchange,
-        choices=EXCHANGES,
+        "--all-reduce",
+        "--exchange",  # its name until 0.2
+        default=ENGINE.all_reduce,
+        choices=ALL_REDUCES,
         help="how those GPUs add up what they compute: through each other's memory, by NCCL, or the faster",
     )
     group.add_argument(
+        "--all-reduce-dtype",
         "--exchange-dtype",
-        default=ENGINE.exchange_dtype,
-        choices=EXCHANGE_DTYPES,
-        help="what they exchange in long steps: int8 has half the bytes of auto, and rounds them",
+        default=ENGINE.all_reduce_dtype,
+        choices=ALL_REDUCE_DTYPES,
+        help="what crosses their links in long steps: int8 has half the bytes of auto, and rounds them",
     )
     group.add_argument(
         "--max-model-len",

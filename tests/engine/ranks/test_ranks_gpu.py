@@ -26,11 +26,11 @@ def answers(**settings):
 
 
 alone = answers()
-for exchange in ("peer", "nccl"):
-    shared = answers(tensor_parallel_size=2, exchange=exchange)
+for way in ("peer", "nccl"):
+    shared = answers(tensor_parallel_size=2, all_reduce=way)
     pairs = [list(zip(*both, strict=True)) for both in zip(alone, shared, strict=True)]
     same = sum(next((i for i, (a, b) in enumerate(pair) if a != b), len(pair)) for pair in pairs)
-    assert same >= 64, (exchange, same)  # of 128; a near tie ends what is the same of an answer
+    assert same >= 64, (way, same)  # of 128; a near tie ends what is the same of an answer
 print("ended")
 """
 

@@ -8,7 +8,7 @@ import torch
 
 from qrt.config import EngineConfig
 from qrt.engine.schedule import admission
-from qrt.kernels import peers
+from qrt.kernels import tensor_parallel as peers
 from qrt.quant.spec import Granularity, QuantSpec
 from qrt.request.sampling import SamplingParams
 from thread_ranks import ThreadPeers, shared_engine
@@ -104,9 +104,9 @@ def test_ranks_agree_on_sums_in_int8(folders, monkeypatch, scheme):
         packed.append(x.dtype)
         return own(self, x)
 
-    own = ThreadPeers.swap
-    monkeypatch.setattr(ThreadPeers, "swap", swap)
-    config = replace(config_of(folders / scheme, ranks=2, kv="int8"), exchange_dtype="int8")
+    own = ThreadPeers.all_to_all
+    monkeypatch.setattr(ThreadPeers, "all_to_all", swap)
+    config = replace(config_of(folders / scheme, ranks=2, kv="int8"), all_reduce_dtype="int8")
     found = driven(config, 2, seed=2, arrivals=4)
     assert all(found.values()) and {torch.int8, torch.float32} == set(packed)
 
@@ -120,8 +120,8 @@ def test_long_steps_in_own_rows_change_no_token(folders, monkeypatch, ranks):
 
     def whole(self, own, rows):
         dtypes.add(own.dtype)
-        return peers.Peers.whole(self, own, rows)
+        return peers.TensorParallelGroup.whole(self, own, rows)
 
-    monkeypatch.setattr(ThreadPeers, "whole", whole)
+    monkeypatch.setattr(ThreadPeers, "all_gather", whole)
     assert driven(config, ranks, seed=2, arrivals=8) == want
     assert dtypes == {torch.int8, torch.float32}  # codes, and with them scales; the last norm

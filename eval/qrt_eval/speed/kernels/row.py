@@ -7,7 +7,7 @@ from typing import Any
 
 OPS = (
     "layer", "chain", "linear", "experts", "decode", "prefill", "kv_write", "elementwise", "sample",
-    "exchange",
+    "all-reduce",
 )  # fmt: skip
 
 

@@ -17,9 +17,9 @@ from qrt_eval.inputs.shapes import shape
 from qrt_eval.results.console import show
 from qrt_eval.results.record import save
 from qrt_eval.speed.kernels import (
+    all_reduce,
     attention,
     elementwise,
-    exchange,
     experts,
     explain,
     layer,
@@ -40,7 +40,7 @@ BY_TOKENS = {
     "linear": linear.rows,
     "experts": experts.rows,
     "elementwise": elementwise.rows,
-    "exchange": exchange.rows,
+    "all-reduce": all_reduce.rows,
 }
 
 

@@ -14,7 +14,7 @@ from qrt.quant.digits import MOST_TOKENS
 from qrt.quant.weight import WEIGHT_SCHEMES
 from qrt_eval.cli import main
 from qrt_eval.inputs import shapes
-from qrt_eval.speed.kernels import exchange, experts, run, timer, trials, tune
+from qrt_eval.speed.kernels import all_reduce, experts, run, timer, trials, tune
 from qrt_eval.speed.kernels.linear import products, random_linear
 from qrt_eval.speed.kernels.timer import COLD_BYTES, Rates, copies, microseconds
 from result_schema import checked
@@ -342,6 +342,6 @@ def test_unmeasured_gpu_uses_a_similar_gpus_plans(monkeypatch, caplog, name, chi
     assert_names(said, name, like or "rules of thumb", "qrt-eval kernels --tune")
 
 
-def test_exchange_needs_two_gpus(capsys):
-    assert not list(exchange.rows(None, (1,), None, torch.device("cpu")))
-    assert capsys.readouterr().err == "--op exchange: left out: expected two GPUs or more, got 0\n"
+def test_all_reduce_needs_two_gpus(capsys):
+    assert not list(all_reduce.rows(None, (1,), None, torch.device("cpu")))
+    assert capsys.readouterr().err == "--op all-reduce: left out: expected two GPUs or more, got 0\n"

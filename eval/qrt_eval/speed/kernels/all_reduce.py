@@ -17,10 +17,10 @@ import torch
 
 from qrt.arch import Arch
 from qrt.errors import ConfigError
-from qrt.kernels.exchange.choose import choose
+from qrt.kernels.all_reduce.choose import choose
 from qrt.kernels.gpu import launches_on
-from qrt.kernels.peers import Peers
 from qrt.kernels.rmsnorm import add_rmsnorm
+from qrt.kernels.tensor_parallel import TensorParallelGroup
 from qrt_eval.speed.kernels.row import Row
 from qrt_eval.speed.kernels.timer import Rates, activation_dtype, microseconds
 
@@ -33,13 +33,13 @@ def rows(config: Arch, tokens: Sequence[int], rates: Rates, device: torch.device
     """Yield three rows a number of tokens, for all GPUs of this machine."""
     size = torch.cuda.device_count() if device.type == "cuda" else 0
     if size < 2:
-        print(f"--op exchange: left out: expected two GPUs or more, got {size}", file=sys.stderr)
+        print(f"--op all-reduce: left out: expected two GPUs or more, got {size}", file=sys.stderr)
         return
     width = config.hidden_size
     for what, count, us in _measured(size, width, tokens):
         num_bytes = 4 * count * width * activation_dtype(device).itemsize
         at = f"T={count} ({count * width * 2 >> 10} KB)"
-        yield Row("exchange", what, at, us, rates.floor_us(num_bytes), num_bytes, 0, "NCCL" not in what)
+        yield Row("all-reduce", what, at, us, rates.floor_us(num_bytes), num_bytes, 0, "NCCL" not in what)
 
 
 def _measured(size: int, width: int, tokens: Sequence[int]) -> list[Cell]:
@@ -54,7 +54,7 @@ def _measured(size: int, width: int, tokens: Sequence[int]) -> list[Cell]:
             for one in running:
                 one.kill()
     if failed := [rank for rank, one in enumerate(running) if one.returncode]:
-        raise ConfigError(f"--op exchange: expected all ranks to end well, got an error of ranks {failed}")
+        raise ConfigError(f"--op all-reduce: expected all ranks to end well, got an error of ranks {failed}")
     return [tuple(cell) for cell in json.loads(said[0].splitlines()[-1])]
 
 
@@ -62,7 +62,7 @@ def _rank(rank: int, store: str, size: int, width: int, tokens: Sequence[int]) -
     """Return the cells, timed as one of the ranks."""
     device = torch.device("cuda", rank)
     with launches_on(device), torch.inference_mode():
-        peers = Peers.join(Path(store), rank, size, device)
+        peers = TensorParallelGroup.join(Path(store), rank, size, device)
         memory = choose(peers, width, "peer", torch.bfloat16)
         assert memory is not None
         weight = torch.ones(width, dtype=torch.bfloat16, device=device)
@@ -70,7 +70,7 @@ def _rank(rank: int, store: str, size: int, width: int, tokens: Sequence[int]) -
 
         def cell(what: str, count: int, call: Callable[..., Any], operands: Sequence[Any]) -> None:
             us = microseconds(call, [operands] * CALLS)
-            cells.append((what, count, max(peers.each(int(us * 1000))) / 1000))
+            cells.append((what, count, max(peers.all_gather_int(int(us * 1000))) / 1000))
 
         for count in tokens:
             x, residual = torch.zeros(2, count, width, dtype=torch.bfloat16, device=device)
@@ -81,11 +81,11 @@ def _rank(rank: int, store: str, size: int, width: int, tokens: Sequence[int]) -
             cell(
                 f"NCCL of {size}, add + norm",
                 count,
-                lambda residual, x, *rest: add_rmsnorm(residual, peers.sum(x), *rest),
+                lambda residual, x, *rest: add_rmsnorm(residual, peers.all_reduce(x), *rest),
                 norm,
             )
             cell("add + norm alone", count, add_rmsnorm, norm)
-        peers.each(0)
+        peers.all_gather_int(0)
     return cells
 
 

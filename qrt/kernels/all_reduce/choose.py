@@ -13,11 +13,11 @@ from collections.abc import Callable
 import torch
 
 from qrt.errors import ConfigError
-from qrt.kernels.exchange import blocks, kernel
+from qrt.kernels.all_reduce import blocks, kernel
 from qrt.kernels.gpu import launches_on, multiprocessors
 from qrt.kernels.peer_memory import Memory, row_bytes_for, rows_for
-from qrt.kernels.peers import Peers
 from qrt.kernels.rmsnorm import add_rmsnorm
+from qrt.kernels.tensor_parallel import TensorParallelGroup
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ ROUNDS = 100  # of the pattern through every pair
 _CALLS, _REPLAYS = 20, 15  # of a timing: calls in a CUDA graph, and how often it is replayed
 
 
-def choose(peers: Peers, width: int, wanted: str, dtype: torch.dtype) -> Memory | None:
+def choose(peers: TensorParallelGroup, width: int, wanted: str, dtype: torch.dtype) -> Memory | None:
     """Return the memory for rows of up to `width` columns, or None where NCCL does it all; say so in the log.
 
     wanted    peer, nccl, or auto: what is faster for one row
@@ -34,7 +34,7 @@ def choose(peers: Peers, width: int, wanted: str, dtype: torch.dtype) -> Memory 
     if peers.size == 1:
         return None
     if peers.device.type != "cuda" or wanted == "nccl":
-        _say(peers, "exchange: by %s", "NCCL" if peers.device.type == "cuda" else "gloo")
+        _say(peers, "all-reduce: by %s", "NCCL" if peers.device.type == "cuda" else "gloo")
         return None
     rows = rows_for(peers.size, width, multiprocessors(peers.device))
     try:
@@ -44,40 +44,40 @@ def choose(peers: Peers, width: int, wanted: str, dtype: torch.dtype) -> Memory 
     except blocks.PeerError as error:
         if wanted == "peer":
             raise ConfigError(
-                f"exchange: expected GPUs that reach each other's memory for peer, got {error}; use nccl"
+                f"all-reduce: expected GPUs that reach each other's memory for peer, got {error}; use nccl"
             ) from error
-        _say(peers, "exchange: by NCCL, as no GPU reaches another one's memory: %s", error)
+        _say(peers, "all-reduce: by NCCL, as no GPU reaches another one's memory: %s", error)
         return None
     with launches_on(peers.device):
         through, by_nccl = _times(peers, memory, width, dtype)
     faster = through <= by_nccl or wanted == "peer"
     place = f"through peers' memory up to {rows} tokens" if faster else "by NCCL"
-    text = "exchange: %s; one token with its norm takes %.1f us through memory, %.1f by NCCL"
+    text = "all-reduce: %s; one token with its norm takes %.1f us through memory, %.1f by NCCL"
     _say(peers, text, place, through, by_nccl)
     return memory if faster else None
 
 
-def _say(peers: Peers, text: str, *values: object) -> None:
+def _say(peers: TensorParallelGroup, text: str, *values: object) -> None:
     if peers.rank == 0:
         logger.info(text, *values)
 
 
-def _try(peers: Peers, memory: Memory) -> None:
+def _try(peers: TensorParallelGroup, memory: Memory) -> None:
     """Send a pattern through every pair of ranks; PeerError on all of them when it does not come."""
     wrong = torch.zeros(1, dtype=torch.int32, device=peers.device)
     for number in range(ROUNDS):
         kernel.probe(memory, wrong, number, write=True)
         torch.cuda.synchronize()
-        peers.each(0)
+        peers.all_gather_int(0)
         kernel.probe(memory, wrong, number, write=False)
         torch.cuda.synchronize()
-        peers.each(0)
-    lost = peers.each(int(wrong))
+        peers.all_gather_int(0)
+    lost = peers.all_gather_int(int(wrong))
     if any(lost):
         raise blocks.PeerError(f"{sum(lost)} words lost in {ROUNDS} rounds, by ranks: {lost}")
 
 
-def _times(peers: Peers, memory: Memory, width: int, dtype: torch.dtype) -> tuple[float, float]:
+def _times(peers: TensorParallelGroup, memory: Memory, width: int, dtype: torch.dtype) -> tuple[float, float]:
     """Return the slowest rank's microseconds for one row, its sum and norm: through memory, and by NCCL."""
     x, residual = (torch.zeros(1, width, dtype=dtype, device=peers.device) for _ in range(2))
     weight = torch.ones(width, dtype=dtype, device=peers.device)
@@ -86,9 +86,11 @@ def _times(peers: Peers, memory: Memory, width: int, dtype: torch.dtype) -> tupl
         add_rmsnorm(residual, x, weight, 1e-5, None, 0.0, 1.0, memory.words)
 
     def by_nccl() -> None:
-        add_rmsnorm(residual, peers.sum(x), weight, 1e-5)
+        add_rmsnorm(residual, peers.all_reduce(x), weight, 1e-5)
 
-    first, second = (max(peers.each(int(1e3 * _microseconds(call)))) / 1e3 for call in (through, by_nccl))
+    first, second = (
+        max(peers.all_gather_int(int(1e3 * _microseconds(call)))) / 1e3 for call in (through, by_nccl)
+    )
     return first, second
 
 

@@ -1,4 +1,4 @@
-"""The exchange between the GPUs of a host, a process each."""
+"""The all-reduce of the GPUs of a host, a process each."""
 
 import os
 import subprocess
@@ -16,8 +16,8 @@ pytestmark = [
 
 
 def ranks(what, folder, size=GPUS):
-    """Run exchange_rank.py once a GPU; the exit codes and what each printed."""
-    program = Path(__file__).parent / "exchange_rank.py"
+    """Run all_reduce_rank.py once a GPU; the exit codes and what each printed."""
+    program = Path(__file__).parent / "all_reduce_rank.py"
     command = [sys.executable, str(program), what, str(folder / "store")]
     said = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}

@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qrt.kernels.all_reduce.ref import INT8_GROUP
 from qrt.kernels.device import after_previous
-from qrt.kernels.exchange.ref import INT8_GROUP
 from qrt.kernels.gpu import overlaps
 from qrt.kernels.launch import COMPILED, variant
 from qrt.kernels.sizes import cdiv
@@ -51,8 +51,8 @@ def _unpack(
     tl.store(Y + at, total.to(Y.dtype.element_ty), mask=(group < COUNT)[:, None])
 
 
-def exchange_pack(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Run `qrt::exchange_pack` on CUDA tensors."""
+def pack_int8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Run `qrt::pack_int8` on CUDA tensors."""
     codes = torch.empty(x.shape, dtype=torch.int8, device=x.device)
     scale = torch.empty(len(x), x.shape[1] // INT8_GROUP, dtype=torch.float32, device=x.device)
     if scale.numel():
@@ -63,8 +63,8 @@ def exchange_pack(x: Tensor) -> tuple[Tensor, Tensor]:
     return codes, scale
 
 
-def exchange_unpack(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Run `qrt::exchange_unpack` on CUDA tensors."""
+def unpack_int8(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Run `qrt::unpack_int8` on CUDA tensors."""
     y = torch.empty(codes.shape[1:], dtype=dtype, device=codes.device)
     groups = y.numel() // INT8_GROUP
     if groups:

@@ -1,4 +1,4 @@
-"""Peers: the ranks that run one model together, and what they exchange. Imports torch only."""
+"""The ranks that run one model together, and their collective operations. Imports torch only."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
-class Peers:
+class TensorParallelGroup:
     """One rank's view of the ranks of a model, one process each. All of them call the same methods in turn.
 
     rank     this one's number
     size     how many there are
     device   where its tensors are
-    memory   through which kernels exchange a few rows (`exchange.choose`); None: all goes by NCCL or gloo
-    int8     whether large sums are exchanged in int8 (`exchange.own_sum`)
+    memory   through which kernels all-reduce a few rows (`all_reduce.choose`); None: all goes by NCCL or gloo
+    int8     whether large sums cross the link in int8 (`all_reduce.reduce_scatter`)
     """
 
     def __init__(self, rank: int, size: int, device: torch.device) -> None:
@@ -48,7 +48,7 @@ class Peers:
         self.int8 = False
 
     @classmethod
-    def join(cls, store: Path, rank: int, size: int, device: torch.device) -> Peers:
+    def join(cls, store: Path, rank: int, size: int, device: torch.device) -> TensorParallelGroup:
         """Wait until all ranks have joined through the file `store`, and return this one's view.
 
         ConfigError when the process has a torch.distributed group of its own.
@@ -70,12 +70,14 @@ class Peers:
             device_id=device if on_gpu else None,
         )
         peers = cls(rank, size, device)
-        peers.sum(torch.zeros(1, 1, device=device))  # a communicator must exist before graphs are recorded
+        peers.all_reduce(
+            torch.zeros(1, 1, device=device)
+        )  # a communicator must exist before graphs are recorded
         return peers
 
     @property
     def most_rows(self) -> int:
-        """The most rows that are exchanged through memory."""
+        """The most rows that are all-reduced through memory."""
         return 0 if self.memory is None else self.memory.rows
 
     def through(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -85,9 +87,9 @@ class Peers:
         """
         if self.memory is not None and self.memory.takes(x):
             return x, self.memory.words
-        return self.sum(x), None
+        return self.all_reduce(x), None
 
-    def sum(self, x: Tensor) -> Tensor:
+    def all_reduce(self, x: Tensor) -> Tensor:
         """Return the sum over all ranks of x [T, N], or of the shares fp32 [S, T, N], as [T, N].
 
         All ranks get the same bits. A sum of shares comes in fp32. On a GPU it may take the place of x.
@@ -104,36 +106,36 @@ class Peers:
         dist.all_reduce(total)
         return total.to(x.dtype)
 
-    def takes_own(self, x: Tensor) -> bool:
+    def prefers_reduce_scatter(self, x: Tensor) -> bool:
         """Return whether x [T, N] or [S, T, N] is so large that each rank had better sum its own rows."""
         if self.memory is not None and self.memory.takes(x):
             return False
         return 2 * x.shape[-2] * x.shape[-1] >= (INT8_BYTES if self.int8 else OWN_ROWS_BYTES)
 
-    def own(self, rows: int) -> slice:
+    def own_rows(self, rows: int) -> slice:
         """Return which of `rows` rows are this rank's own: as many for each rank, the last may have fewer."""
         most = -(-rows // self.size)
         return slice(min(self.rank * most, rows), min((self.rank + 1) * most, rows))
 
-    def sum_own(self, x: Tensor) -> Tensor:
-        """Return this rank's own rows of `sum`."""
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """Return this rank's own rows of `all_reduce`."""
         if x.device.type == "cpu":
-            return self.sum(x)[self.own(x.shape[-2])]
+            return self.all_reduce(x)[self.own_rows(x.shape[-2])]
         if x.dim() == 3:
             x = x.sum(0)
-        own, padded = self.own(len(x)), _padded(x, -(-len(x) // self.size) * self.size)
+        own, padded = self.own_rows(len(x)), _padded(x, -(-len(x) // self.size) * self.size)
         total = padded.new_empty(len(padded) // self.size, *x.shape[1:])
         _reduce_scatter(total, padded)
         return total[: own.stop - own.start]
 
-    def swap(self, x: Tensor) -> Tensor:
+    def all_to_all(self, x: Tensor) -> Tensor:
         """Return this rank's own rows of each rank's x [T, N], [R, T / R, N]; T is rounded up."""
         padded = _padded(x, -(-len(x) // self.size) * self.size)
         every = torch.empty_like(padded)
         dist.all_to_all_single(every, padded)
         return every.unflatten(0, (self.size, -1))
 
-    def whole(self, own: Tensor, rows: int) -> Tensor:
+    def all_gather(self, own: Tensor, rows: int) -> Tensor:
         """Return `rows` rows [rows, ...], of which each rank has its own."""
         part = _padded(own, -(-rows // self.size))
         if part.device.type == "cpu":
@@ -142,7 +144,7 @@ class Peers:
         _all_gather(every, part)
         return every[:rows]
 
-    def gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
+    def gather_columns(self, x: Tensor, widths: Sequence[int]) -> Tensor:
         """Return the columns of all ranks side by side; x [T, N] has `widths[rank]` of them."""
         if len(set(widths)) == 1:
             parts = self._gathered(x)
@@ -152,17 +154,17 @@ class Peers:
             parts = [part[:, :width] for part, width in zip(self._gathered(padded), widths, strict=True)]
         return torch.cat(list(parts), dim=1)
 
-    def most(self, x: Tensor) -> Tensor:
+    def all_reduce_max(self, x: Tensor) -> Tensor:
         """Return the largest of all ranks' x, element by element, in place."""
         dist.all_reduce(x, dist.ReduceOp.MAX)
         return x
 
-    def first(self, x: Tensor) -> Tensor:
+    def broadcast(self, x: Tensor) -> Tensor:
         """Give rank 0's x to all ranks, in place."""
         dist.broadcast(x, 0)
         return x
 
-    def each(self, number: int) -> list[int]:
+    def all_gather_int(self, number: int) -> list[int]:
         """Return the number that each rank gives, in order; this waits on the host for all of them."""
         mine = torch.tensor([number], dtype=torch.int64)
         every = [torch.empty_like(mine) for _ in range(self.size)]

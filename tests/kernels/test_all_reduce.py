@@ -1,4 +1,4 @@
-"""The exchange between ranks: its protocol, and its kernels on ranks whose memory is all here."""
+"""The all-reduce of ranks: its protocol, and its kernels on ranks whose memory is all here."""
 
 import time
 from collections import deque
@@ -12,13 +12,13 @@ from operators import check_operator
 from backends import COMPILED, GPU, PTX
 from ptx.values import Fault
 from qrt.kernels import peer_memory
-from qrt.kernels import peers as peers_module
-from qrt.kernels.exchange import int8_kernel, largest, ref, total
-from qrt.kernels.exchange import kernel as exchange
+from qrt.kernels import tensor_parallel as peers_module
+from qrt.kernels.all_reduce import int8_kernel, reduce, reduce_max, ref
+from qrt.kernels.all_reduce import kernel as all_reduce_kernel
 from qrt.kernels.peer_memory import EMPTY, Memory, places_bytes, row_bytes_for, rows_for
-from qrt.kernels.peers import EXACT_TOKENS, Peers
 from qrt.kernels.rmsnorm import kernel
 from qrt.kernels.rmsnorm import ref as rmsnorm_ref
+from qrt.kernels.tensor_parallel import EXACT_TOKENS, TensorParallelGroup
 from qrt.quant import affine
 from rank_memory import Ranks, forked
 from thread_ranks import Meeting, ThreadPeers
@@ -146,7 +146,7 @@ def _int8(residual, x, weight, words):
 
 
 def _sum(residual, x, weight, words):
-    return (exchange.exchange_sum(x, words, residual.dtype),)
+    return (all_reduce_kernel.all_reduce(x, words, residual.dtype),)
 
 
 @pytest.mark.skipif(not COMPILED, reason="the interpreter has no bf16")
@@ -175,7 +175,7 @@ def test_largest_of_all_ranks(device):
         xs = [torch.randint(-(2**62), 2**62, (tokens,), device=device) & ~(1 << 31) for _ in range(3)]
         for rank, memory in enumerate(ranks.memories):
             ranks.arrive(rank, [x[:, None] for x in xs])
-            got = exchange.exchange_largest(xs[rank], memory.words)
+            got = all_reduce_kernel.all_reduce_max(xs[rank], memory.words)
             assert torch.equal(got, torch.stack(xs).amax(0)) and ranks.is_empty(rank)
             for to in set(range(3)) - {rank}:
                 assert torch.equal(ranks.sent(rank, to, xs[rank][:, None])[:, 0], xs[rank])
@@ -188,27 +188,27 @@ def test_a_pattern_that_does_not_come_is_counted(device):
     wrong = torch.zeros(1, dtype=torch.int32, device=device)
     for number in range(3):
         for memory in ranks.memories:
-            exchange.probe(memory, wrong, number, write=True)
+            all_reduce_kernel.probe(memory, wrong, number, write=True)
         for memory in ranks.memories:
-            exchange.probe(memory, wrong, number, write=False)
+            all_reduce_kernel.probe(memory, wrong, number, write=False)
         assert wrong == 0 and all(ranks.is_empty(rank) for rank in range(2))
     for memory in ranks.memories:
-        exchange.probe(memory, wrong, 3, write=True)
+        all_reduce_kernel.probe(memory, wrong, 3, write=True)
     ranks.places[1][1, 0, 2, 3:5] += 1
-    exchange.probe(ranks.memories[1], wrong, 3, write=False)
+    all_reduce_kernel.probe(ranks.memories[1], wrong, 3, write=False)
     assert wrong == 2
 
 
-@pytest.mark.skipif(not PTX, reason="the interpreter has no clock; test_exchange_gpu ends a process")
+@pytest.mark.skipif(not PTX, reason="the interpreter has no clock; test_all_reduce_gpu ends a process")
 @pytest.mark.ptx
 def test_a_wait_that_is_too_long_traps():
     ranks = Ranks(2, 64, torch.device("cpu"))
     ranks.memories[0].wait(1e-6)
     with pytest.raises(Fault, match="trap"):
-        exchange.exchange_sum(torch.ones(3, 64).bfloat16(), ranks.memories[0].words, torch.bfloat16)
+        all_reduce_kernel.all_reduce(torch.ones(3, 64).bfloat16(), ranks.memories[0].words, torch.bfloat16)
 
 
-@pytest.mark.skipif(GPU or PTX, reason="test_exchange_gpu has processes that meet on GPUs")
+@pytest.mark.skipif(GPU or PTX, reason="test_all_reduce_gpu has processes that meet on GPUs")
 def test_two_processes_that_wait_for_each_other():
     """Each interprets its kernels, one pauses now and then; both end with the same residual."""
     ranks = Ranks(2, 64, torch.device("cpu"), shared=True)
@@ -222,7 +222,7 @@ def test_two_processes_that_wait_for_each_other():
             x, residual = xs[rank, number, :tokens].contiguous(), residuals[rank, :tokens]
             kernel.add_normed(residual, x, None, 0.0, 1.0, ranks.memories[rank].words)
             words = torch.tensor([rank, -rank])
-            assert exchange.exchange_largest(words, ranks.memories[rank].words).tolist() == [1, 0]
+            assert all_reduce_kernel.all_reduce_max(words, ranks.memories[rank].words).tolist() == [1, 0]
     assert torch.equal(*residuals)
     want = sum(xs[:, number].sum(0)[:2] for number in range(12))
     torch.testing.assert_close(residuals[0, :2], want, rtol=1e-5, atol=1e-5)
@@ -245,7 +245,7 @@ def test_patience_is_a_word_on_the_device():
 
 
 def test_few_rows_go_through_memory(monkeypatch):
-    peers = Peers(0, 2, torch.device("cpu"))
+    peers = TensorParallelGroup(0, 2, torch.device("cpu"))
     monkeypatch.setattr(peers, "sum", lambda x: x.sum(0))
     few, many = torch.randn(3, 8, 64), torch.randn(3, 9, 64)
     assert torch.equal(peers.through(few)[0], few.sum(0)) and peers.through(few)[1] is None
@@ -260,8 +260,8 @@ def test_own_rows_together_are_the_sum(rows):
 
     def of_rank(rank):
         peers = ThreadPeers(rank, 4, meeting)
-        own = peers.sum_own(xs[rank])
-        return own, peers.whole(own, rows), peers.own(rows)
+        own = peers.reduce_scatter(xs[rank])
+        return own, peers.all_gather(own, rows), peers.own_rows(rows)
 
     with ThreadPoolExecutor(4) as pool:
         results = list(pool.map(of_rank, range(4)))
@@ -275,14 +275,14 @@ def test_packed_groups_and_their_sum(device):
     sizes = torch.logspace(-2, 2, 5, device=device)[:, None]
     xs = (torch.randn(3, 5, 384, device=device) * sizes).half()
     xs[0, 0, :128] = 0
-    packed = [int8_kernel.exchange_pack(x) for x in xs]
+    packed = [int8_kernel.pack_int8(x) for x in xs]
     for x, (codes, scale) in zip(xs, packed, strict=True):
-        want, its_scale = ref.exchange_pack(x)
+        want, its_scale = ref.pack_int8(x)
         assert torch.equal(codes, want)
         torch.testing.assert_close(scale, its_scale, rtol=2**-23 * COMPILED, atol=0)  # a GPU's fast division
     codes, scale = (torch.stack(parts) for parts in zip(*packed, strict=True))
-    got = int8_kernel.exchange_unpack(codes, scale, torch.float16)
-    assert COMPILED or torch.equal(got, ref.exchange_unpack(codes, scale, torch.float16))  # else by FMA
+    got = int8_kernel.unpack_int8(codes, scale, torch.float16)
+    assert COMPILED or torch.equal(got, ref.unpack_int8(codes, scale, torch.float16))  # else by FMA
     bound = (scale.sum(0) / 2 * 1.01).repeat_interleave(128, 1)
     assert ((got.double() - xs.double().sum(0)).abs() <= bound + 2**-10 * got.abs()).all()
 
@@ -295,7 +295,7 @@ def test_sums_in_int8_are_close_on_all_ranks(rows, monkeypatch):
     def of_rank(rank):
         peers = ThreadPeers(rank, 4, meeting)
         peers.int8 = True
-        return total(xs[rank], peers), total(xs[rank, :3], peers)
+        return reduce(xs[rank], peers), reduce(xs[rank, :3], peers)
 
     with ThreadPoolExecutor(4) as pool:
         results = list(pool.map(of_rank, range(4)))
@@ -309,17 +309,15 @@ def test_operators():
     """Schemas, fakes, and the definition over a group of one rank."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        peers = Peers(0, 1, torch.device("cpu"))
+        peers = TensorParallelGroup(0, 1, torch.device("cpu"))
         words = Memory.of([0], 0, 8, 256, peers.device).words
         x = torch.randn(2, 3, 64)
-        check_operator("exchange_sum", (x, words, torch.float32))
-        check_operator("exchange_pack", (torch.randn(3, 256),))
-        check_operator(
-            "exchange_unpack", (*map(torch.stack, zip(ref.exchange_pack(x[0].repeat(1, 2)))), x.dtype)
-        )
-        check_operator("exchange_largest", (torch.tensor([3, -4]), words))
+        check_operator("all_reduce", (x, words, torch.float32))
+        check_operator("pack_int8", (torch.randn(3, 256),))
+        check_operator("unpack_int8", (*map(torch.stack, zip(ref.pack_int8(x[0].repeat(1, 2)))), x.dtype))
+        check_operator("all_reduce_max", (torch.tensor([3, -4]), words))
         check_operator("add_rmsnorm", (x[0].clone(), x, x[0, 0], EPS, None, 0.0, 1.0, words))
-        assert torch.equal(ref.exchange_sum(x, words, torch.float16), x.sum(0).half())
-        assert largest(torch.tensor([3, -4]), peers).tolist() == [3, -4]
+        assert torch.equal(ref.all_reduce(x, words, torch.float16), x.sum(0).half())
+        assert reduce_max(torch.tensor([3, -4]), peers).tolist() == [3, -4]
     finally:
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""The operators of `qrt.kernels.exchange` on CUDA tensors. Sums are taken by the kernel of `rmsnorm`."""
+"""The operators of `qrt.kernels.all_reduce` on CUDA tensors. Sums are taken by the kernel of `rmsnorm`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from qrt.kernels import peer_memory
+from qrt.kernels.all_reduce.device import empty, end_turn, place_of, push, take, turn_of, words_of
 from qrt.kernels.device import after_previous
-from qrt.kernels.exchange.device import empty, end_turn, place_of, push, take, turn_of, words_of
 from qrt.kernels.gpu import overlaps
 from qrt.kernels.launch import COMPILED, variant
 from qrt.kernels.peer_memory import Memory, ranks_of
@@ -69,15 +69,15 @@ def probe(memory: Memory, wrong: Tensor, round: int, *, write: bool) -> None:
     kernel.launch((memory.rows + 1,), memory.words, wrong, round)
 
 
-def exchange_sum(x: Tensor, peers: Tensor, dtype: torch.dtype) -> Tensor:
-    """Run `qrt::exchange_sum` on CUDA tensors."""
+def all_reduce(x: Tensor, peers: Tensor, dtype: torch.dtype) -> Tensor:
+    """Run `qrt::all_reduce` on CUDA tensors."""
     y = torch.empty(x.shape[-2:], dtype=dtype, device=x.device)
     launch_sum(x, y, peers)
     return y
 
 
-def exchange_largest(x: Tensor, peers: Tensor) -> Tensor:
-    """Run `qrt::exchange_largest` on CUDA tensors."""
+def all_reduce_max(x: Tensor, peers: Tensor) -> Tensor:
+    """Run `qrt::all_reduce_max` on CUDA tensors."""
     y = torch.empty_like(x)
     if len(x):
         kernel = variant(

@@ -1,11 +1,11 @@
-"""Device code of the exchange: rows go straight into the memory of the other ranks (`peer_memory`).
+"""Device code of the all-reduce: rows go straight into the memory of the other ranks (`peer_memory`).
 
 A row has a place of its own for each source rank, in two copies that are used in turn. How often the row has
-been exchanged says which copy; every rank counts it in its own memory, so that a CUDA graph can be replayed.
-No flag and no fence says that a row is there: a place holds a value that no row has, EMPTY, until its element
-arrives, and the reader puts it back. A place is written again only when its owner has sent that row once
-more, in a later launch than the one that emptied it. So no rank overtakes a reader, whatever is exchanged in
-whatever order, as long as all ranks exchange the same rows.
+been all-reduced says which copy; every rank counts it in its own memory, so that a CUDA graph can be
+replayed. No flag and no fence says that a row is there: a place holds a value that no row has, EMPTY, until
+its element arrives, and the reader puts it back. A place is written again only when its owner has sent that
+row once more, in a later launch than the one that emptied it. So no rank overtakes a reader, whatever is
+all-reduced in whatever order, as long as all ranks take the same rows.
 """
 
 import triton
@@ -30,7 +30,7 @@ def words_of(PEERS, RANKS: tl.constexpr):
 
 
 @triton.jit
-def exchanged(x, words, row, k, inside, RANKS: tl.constexpr, WIRE: tl.constexpr, ASM: tl.constexpr):
+def all_reduced(x, words, row, k, inside, RANKS: tl.constexpr, WIRE: tl.constexpr, ASM: tl.constexpr):
     """Return the sum over all ranks of x [M, N] fp32, in fp32; each rank's x is rounded to WIRE first.
 
     It holds the rows `row` [M] of a step, and their columns k [N]. All ranks add in the same order, so all
@@ -61,13 +61,13 @@ def empty(WORD: tl.constexpr):
 
 @triton.jit
 def turn_of(words, row, live, RANKS: tl.constexpr):
-    """Return how often each row [M] has been exchanged before."""
+    """Return how often each row [M] has been all-reduced before."""
     return tl.load(_counts(words, RANKS) + row, mask=live, other=0)
 
 
 @triton.jit
 def end_turn(words, turn, row, live, RANKS: tl.constexpr):
-    """Count an exchange of each row [M]."""
+    """Count an all-reduce of each row [M]."""
     tl.store(_counts(words, RANKS) + row, turn + 1, mask=live)
 
 

@@ -1,4 +1,4 @@
-"""Which way the ranks of a host exchange, and what is said of it."""
+"""Which way the ranks of a host all-reduce, and what is said of it."""
 
 import contextlib
 import logging
@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from qrt.errors import ConfigError
-from qrt.kernels.exchange import blocks, choose
-from qrt.kernels.peers import Peers
+from qrt.kernels.all_reduce import blocks, choose
+from qrt.kernels.tensor_parallel import TensorParallelGroup
 
 GPU = torch.device("cuda", 0)
 
@@ -17,7 +17,7 @@ GPU = torch.device("cuda", 0)
 def peers(monkeypatch, caplog):
     """Two ranks on GPUs that are not there; `peers.finds` is what trying gives: an error, or the times."""
     caplog.set_level(logging.INFO)
-    peers = Peers(0, 2, GPU)
+    peers = TensorParallelGroup(0, 2, GPU)
     peers.each = lambda number: [number, number + 1]
     peers.finds = (5.1, 17.3)
     for name, value in {
@@ -42,7 +42,7 @@ def test_what_is_faster_is_taken(peers, caplog):
     assert "up to 256 tokens; one token with its norm takes 5.1 us through memory, 17.3" in caplog.text
     peers.finds = (20.0, 17.3)
     assert choose.choose(peers, 8192, "auto", torch.bfloat16) is None
-    assert "exchange: by NCCL; one token" in caplog.text
+    assert "all-reduce: by NCCL; one token" in caplog.text
     assert choose.choose(peers, 8192, "peer", torch.bfloat16) is not None
 
 
@@ -50,19 +50,22 @@ def test_gpus_out_of_reach(peers, caplog):
     peers.finds = blocks.PeerError("memory of rank 1: no way")
     assert choose.choose(peers, 8192, "auto", torch.bfloat16) is None
     assert (
-        "exchange: by NCCL, as no GPU reaches another one's memory: memory of rank 1: no way" in caplog.text
+        "all-reduce: by NCCL, as no GPU reaches another one's memory: memory of rank 1: no way" in caplog.text
     )
-    with pytest.raises(ConfigError, match=r"exchange: expected .* got memory of rank 1: no way; use nccl"):
+    with pytest.raises(ConfigError, match=r"all-reduce: expected .* got memory of rank 1: no way; use nccl"):
         choose.choose(peers, 8192, "peer", torch.bfloat16)
 
 
 def test_what_is_not_tried(peers, caplog):
     peers.finds = AssertionError()
     assert choose.choose(peers, 8192, "nccl", torch.bfloat16) is None and "by NCCL" in caplog.text
-    assert choose.choose(Peers(0, 2, torch.device("cpu")), 64, "auto", torch.float32) is None
+    assert choose.choose(TensorParallelGroup(0, 2, torch.device("cpu")), 64, "auto", torch.float32) is None
     assert "by gloo" in caplog.text
     caplog.clear()
-    assert choose.choose(Peers(0, 1, GPU), 8192, "peer", torch.bfloat16) is None and not caplog.text
+    assert (
+        choose.choose(TensorParallelGroup(0, 1, GPU), 8192, "peer", torch.bfloat16) is None
+        and not caplog.text
+    )
     peers.rank = 1  # only the first one speaks
     assert choose.choose(peers, 8192, "nccl", torch.bfloat16) is None and not caplog.text
 
@@ -86,7 +89,7 @@ def test_lost_words_count_for_all_ranks(peers, monkeypatch):
 
 def test_no_driver_is_an_error_of_all_ranks(monkeypatch):
     """One rank cannot allocate: all hear it, and none waits for the other."""
-    peers = Peers(1, 2, torch.device("cpu"))
+    peers = TensorParallelGroup(1, 2, torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(blocks, "_gathered", lambda handle, peers: [handle] * 2)

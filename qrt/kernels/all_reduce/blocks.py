@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from qrt.kernels.peer_memory import EMPTY, Memory, block_bytes, places_bytes
-from qrt.kernels.peers import Peers
 from qrt.kernels.sizes import cdiv
+from qrt.kernels.tensor_parallel import TensorParallelGroup
 
 _LAZY_PEER_ACCESS = 1  # the only flag that the driver takes
 _HANDLE_BYTES = 64
@@ -28,7 +28,7 @@ class PeerError(Exception):
     """A GPU cannot reach the memory of another."""
 
 
-def open_memory(peers: Peers, rows: int, row_bytes: int) -> Memory:
+def open_memory(peers: TensorParallelGroup, rows: int, row_bytes: int) -> Memory:
     """Return the memory of all ranks, empty, for `rows` rows of `row_bytes`; all ranks call it.
 
     Raise PeerError on all of them if one cannot reach another one's. It stays until the process ends.
@@ -52,7 +52,9 @@ def open_memory(peers: Peers, rows: int, row_bytes: int) -> Memory:
                 except PeerError as error:
                     problem = f"memory of rank {rank}: {error}"
         torch.cuda.synchronize()
-    failed = [rank for rank, wrong in enumerate(peers.each(bool(problem))) if wrong]  # they wait for all
+    failed = [
+        rank for rank, wrong in enumerate(peers.all_gather_int(bool(problem))) if wrong
+    ]  # they wait for all
     if failed:
         raise PeerError(problem or f"rank {failed[0]} has no access")
     return Memory.of(blocks, peers.rank, rows, row_bytes, peers.device)
@@ -92,7 +94,7 @@ def _call(name: str, *args: object) -> None:
         raise PeerError(f"{name}: {(text.value or b'').decode() or code}")
 
 
-def _gathered(handle: bytes, peers: Peers) -> list[bytes]:
+def _gathered(handle: bytes, peers: TensorParallelGroup) -> list[bytes]:
     """Return the handle of each rank."""
     mine = torch.frombuffer(bytearray(handle), dtype=torch.uint8)
     every = [torch.empty_like(mine) for _ in range(peers.size)]

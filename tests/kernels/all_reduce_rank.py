@@ -1,4 +1,4 @@
-"""A rank of the exchange's tests on several GPUs: python exchange_rank.py WHAT STORE RANK SIZE."""
+"""A rank of the all-reduce's tests on several GPUs: python all_reduce_rank.py WHAT STORE RANK SIZE."""
 
 import os
 import random
@@ -8,12 +8,12 @@ from pathlib import Path
 
 import torch
 
+from qrt.kernels.all_reduce import all_reduce, largest, through
+from qrt.kernels.all_reduce.choose import choose
 from qrt.kernels.chain import Link, chain, fits
-from qrt.kernels.exchange import exchange_sum, largest, through
-from qrt.kernels.exchange.choose import choose
-from qrt.kernels.peers import Peers
 from qrt.kernels.rmsnorm import add_rmsnorm, add_rmsnorm_int8
 from qrt.kernels.rmsnorm.kernel import add_rmsnorm_digits
+from qrt.kernels.tensor_parallel import TensorParallelGroup
 from qrt.quant.weight import WEIGHT_SCHEMES
 from random_weights import random_weight, reference, relative
 
@@ -21,26 +21,26 @@ WIDTH, EPS = 8192, 1e-5
 BF16 = torch.bfloat16
 
 
-def everyones(peers: Peers, shape: tuple[int, ...], number: int) -> list[torch.Tensor]:
+def everyones(peers: TensorParallelGroup, shape: tuple[int, ...], number: int) -> list[torch.Tensor]:
     """What each rank has, fp32; all ranks can make it."""
     made = [torch.Generator(peers.device).manual_seed(1000 * number + rank) for rank in range(peers.size)]
     return [torch.randn(shape, generator=one, device=peers.device) for one in made]
 
 
-def same(peers: Peers, *results: torch.Tensor) -> None:
+def same(peers: TensorParallelGroup, *results: torch.Tensor) -> None:
     """Assert that all ranks have the same bits."""
     for result in results:
         bits = result.contiguous().view(torch.uint8).long()
         weights = torch.arange(bits.numel(), device=bits.device).view(bits.shape) % 8191 + 1
-        sums = peers.each(int((bits * weights).sum()))
+        sums = peers.all_gather_int(int((bits * weights).sum()))
         assert len(set(sums)) == 1, sums
 
 
-def check(peers: Peers) -> None:
+def check(peers: TensorParallelGroup) -> None:
     """Every form against fp64, and its bits on all ranks."""
     words = peers.memory.words
     weight = torch.rand(WIDTH, device=peers.device).add(0.5).to(BF16)
-    peers.first(weight)
+    peers.broadcast(weight)
     for number, tokens in enumerate((1, 2, 4, 5, 16, 33, peers.memory.rows) * 2):
         for shares in (0, 3):
             xs = everyones(peers, (shares, tokens, WIDTH) if shares else (tokens, WIDTH), number)
@@ -53,7 +53,7 @@ def check(peers: Peers) -> None:
             residuals = [before.clone() for _ in range(3)]
             y = add_rmsnorm(residuals[0], mine, weight, EPS, None, 0.0, 1.0, words)
             codes, scale = add_rmsnorm_int8(residuals[1], mine, weight, EPS, None, 0.0, 1.0, words)
-            alone = exchange_sum(mine, words, BF16)
+            alone = all_reduce(mine, words, BF16)
             results = [*residuals[:2], y, codes, scale, alone]
             if tokens <= 16:
                 digits = add_rmsnorm_digits(residuals[2], mine, weight, EPS, 16, None, 1.0, words)
@@ -70,7 +70,7 @@ def check(peers: Peers) -> None:
             same(peers, *results)
     for tokens in (512, 1001):
         xs = [x.to(BF16) for x in everyones(peers, (tokens, WIDTH), tokens)]
-        whole = peers.whole(peers.sum_own(xs[peers.rank]), tokens)
+        whole = peers.all_gather(peers.reduce_scatter(xs[peers.rank]), tokens)
         want = sum(x.double() for x in xs)
         assert ((whole.double() - want).abs() <= peers.size * 2**-8 * (want.abs() + 4)).all()
         peers.int8 = True
@@ -87,7 +87,7 @@ def check(peers: Peers) -> None:
         assert torch.equal(got.cpu(), torch.stack(numbers).amax(0))
 
 
-def layer(peers: Peers) -> None:
+def layer(peers: TensorParallelGroup) -> None:
     """A layer whose heads and inner channels are cut in parts, by `chain`."""
     hidden, attended, inner, width, words = 1024, 512, 1024, 768, peers.memory.words
     scheme, device = WEIGHT_SCHEMES["w4a16"], peers.device
@@ -115,7 +115,7 @@ def layer(peers: Peers) -> None:
         assert relative(got, reference(normed(want), parts[peers.rank][3])) < 2**-6
         same(peers, residual)
     residual, graph = residual[:1].clone(), torch.cuda.CUDAGraph()
-    peers.each(0)
+    peers.all_gather_int(0)
     torch.cuda.synchronize()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         for _ in range(20):  # of one token: its kernel leaves nothing behind that the next one reads
@@ -136,8 +136,8 @@ def normed(y: torch.Tensor) -> torch.Tensor:
     return y / (y.square().mean(-1, keepdim=True) + EPS).sqrt()
 
 
-def soak(peers: Peers, launches: int = 100_000) -> None:
-    """Replay a graph of exchanges of several sizes, while each host sleeps as it likes."""
+def soak(peers: TensorParallelGroup, launches: int = 100_000) -> None:
+    """Replay a graph of all-reduces of several sizes, while each host sleeps as it likes."""
     words, sizes = peers.memory.words, (1, 7, 64, 2, 16, 1, 33, 5)
     weight = torch.ones(WIDTH, device=peers.device, dtype=BF16)
     xs = [[x.to(BF16) for x in everyones(peers, (tokens, WIDTH), tokens)] for tokens in sizes]
@@ -172,14 +172,14 @@ def soak(peers: Peers, launches: int = 100_000) -> None:
         assert ((residual.double() - want).abs() <= 2**-5 * (want.abs() + 4)).all()
 
 
-def stop(peers: Peers) -> None:
+def stop(peers: TensorParallelGroup) -> None:
     """The last rank stops: the others end within the time that they are told."""
     weight = torch.ones(WIDTH, device=peers.device, dtype=BF16)
     x, residual = (torch.ones(3, WIDTH, device=peers.device, dtype=BF16) for _ in range(2))
     add_rmsnorm(residual, x, weight, EPS, None, 0.0, 1.0, peers.memory.words)
     peers.memory.wait(2.0)
     torch.cuda.synchronize()
-    peers.each(0)
+    peers.all_gather_int(0)
     if peers.rank == peers.size - 1:
         time.sleep(8)
         os._exit(0)
@@ -198,12 +198,12 @@ def main(what: str, store: str, rank: int, size: int) -> None:
     """Run one of the tests as this rank."""
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
-    peers = Peers.join(Path(store), rank, size, device)
+    peers = TensorParallelGroup.join(Path(store), rank, size, device)
     with torch.inference_mode():
         peers.memory = choose(peers, WIDTH, "peer", BF16)
         {"check": check, "layer": layer, "soak": soak, "stop": stop}[what](peers)
         torch.cuda.synchronize()
-    peers.each(0)
+    peers.all_gather_int(0)
     print("done", flush=True)
     os._exit(0)
 
