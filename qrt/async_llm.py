@@ -15,11 +15,11 @@ from inspect import signature
 from itertools import count
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from qrt.answers.collector import RequestCollector
 from qrt.answers.output import RequestOutput
-from qrt.answers.pooling.collector import PooledCollector
 from qrt.answers.pooling.outputs import PoolingOutput, PoolingRequestOutput
+from qrt.answers.pooling.processor import PoolingProcessor
 from qrt.answers.pooling.task import with_task
+from qrt.answers.processor import OutputProcessor
 from qrt.compat.fields import refuse_arguments
 from qrt.compat.settings import refuse_method
 from qrt.engine.engine import Engine
@@ -36,7 +36,7 @@ from qrt.text.tokenizer import Tokenizer
 
 try:
     from qrt.serve.link.engine_client import AnyCollector
-    from qrt.serve.link.router import Router
+    from qrt.serve.link.router import EngineRouter
     from qrt.serve.link.thread_client import ThreadClient
 except ImportError as error:
     raise UnsupportedError(f"{error.name} is not installed; pip install 'qrt[serve]'") from error
@@ -57,7 +57,7 @@ class AsyncLLM:
         self.tokenizer = Tokenizer(checked.config.tokenizer or checked.config.model)
         self._reasoning = reasoning_reader(parser, self.tokenizer)
         engine = Engine(checked, eos_token_ids=self.tokenizer.eos_token_ids)
-        self.client = ThreadClient(Router(engine))
+        self.client = ThreadClient(EngineRouter(engine))
         weakref.finalize(self, self.client.end)  # the thread holds the engine and its memory
         self._shapes = Shapes(self.tokenizer, engine.model.arch.vocab_size)
         self._defaults = engine.generation.sampling
@@ -204,7 +204,7 @@ class AsyncLLM:
 
     def _pooled(
         self, prompt: Prompt, params: PoolingParams, request_id: str | None, priority: int
-    ) -> PooledCollector:
+    ) -> PoolingProcessor:
         pooling = self.client.info.pooling
         own = with_task(pooling, params, None, self.client.info.vector_size)
         assert pooling is not None
@@ -213,7 +213,7 @@ class AsyncLLM:
         encoded = encode(self.tokenizer, ids if ids is not None else text or "", own, most)
         serial = next(self._ids)
         name = request_id if request_id is not None else f"async-{serial}"
-        collector = PooledCollector(
+        collector = PoolingProcessor(
             f"{name}-{serial}", encoded, pooling, own, priority=priority, cache_salt=salt
         )
         collector.request_id = name
@@ -221,14 +221,14 @@ class AsyncLLM:
 
     def _collector(
         self, prompt: Prompt, params: SamplingParams, request_id: str | None, priority: int
-    ) -> RequestCollector:
+    ) -> OutputProcessor:
         params = self._shapes.checked(params)
         ((text, ids, salt),) = split_prompts([prompt], self.tokenizer)
         self._reasoning.check(params)
         serial = next(self._ids)
         name = request_id if request_id is not None else f"async-{serial}"
         # the engine gets another id: tokens of an aborted request may still come when its id is used again
-        collector = RequestCollector(
+        collector = OutputProcessor(
             f"{name}-{serial}", text, ids, params, self.tokenizer, priority=priority, cache_salt=salt
         )
         collector.request_id = name

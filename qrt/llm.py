@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from qrt.answers.collector import RequestCollector, outputs_of
 from qrt.answers.output import RequestOutput
 from qrt.answers.pooling.outputs import ScoringRequestOutput
+from qrt.answers.processor import OutputProcessor, outputs_of
 from qrt.compat.fields import refuse_arguments
 from qrt.compat.settings import has_no_effect, refuse_method, setting
 from qrt.config import EngineConfig
 from qrt.engine.engine import Engine
 from qrt.engine.preflight import preflight
+from qrt.engine.schedule.logprobs import LogprobRows, concat
 from qrt.engine.schedule.output import Cause, StepDelta
-from qrt.engine.schedule.scores import Scores, concat
 from qrt.errors import ConfigError, QrtError, UnsupportedError
 from qrt.gc import short_collections
 from qrt.offline.pooling import PoolingCalls
@@ -144,7 +144,7 @@ class LLM(PoolingCalls):
             collector.thinking = self._reasoning.plain_thinking(collector.prompt_ids, collector.params)
         return self._completed(collectors, use_tqdm)
 
-    def _completed(self, collectors: Sequence[RequestCollector], use_tqdm: bool) -> list[RequestOutput]:
+    def _completed(self, collectors: Sequence[OutputProcessor], use_tqdm: bool) -> list[RequestOutput]:
         """Run the requests of all collectors and return their outputs; ConfigError if all are wrong."""
         asked, collectors = collectors, [collector for collector in collectors if not collector.finished]
         by_id = {engine_id: collector for collector in collectors for engine_id in collector.engine_ids}
@@ -166,9 +166,9 @@ class LLM(PoolingCalls):
             ):
                 for delta in self._deltas(kept=(Cause.REQUEST, Cause.MODEL)):
                     collector = by_id[delta.request_id]
-                    if (gathered := collector.gather(delta)) is None:
+                    if (gathered := collector.buffer(delta)) is None:
                         continue
-                    if collector.feed(gathered).abort:
+                    if collector.process(gathered).abort:
                         self.engine.abort(delta.request_id)
                     tokens += len(gathered.token_ids)
                     if collector.finished:
@@ -250,11 +250,11 @@ class LLM(PoolingCalls):
             )
         return [torch.from_numpy(scores.logprobs) for scores in self.score_ranked(data_1)]
 
-    def score_ranked(self, token_ids: Sequence[Sequence[int]]) -> list[Scores]:
+    def score_ranked(self, token_ids: Sequence[Sequence[int]]) -> list[LogprobRows]:
         """Score as `score` does, and return each token's rank in the vocabulary too, 1 = likeliest."""
         token_ids = [plain_ids(ids) for ids in token_ids]
         params = SamplingParams(prompt_logprobs=0)
-        parts: dict[str, list[Scores]] = {f"score-{next(self._ids)}": [] for _ in token_ids}
+        parts: dict[str, list[LogprobRows]] = {f"score-{next(self._ids)}": [] for _ in token_ids}
         with self._running(parts):
             for request_id, ids in zip(parts, token_ids, strict=True):
                 self.engine.add(request_id, ids, params, generate=False)
@@ -262,7 +262,7 @@ class LLM(PoolingCalls):
                 for delta in self._deltas():
                     if delta.prompt_scores is not None:
                         parts[delta.request_id].append(delta.prompt_scores)
-        return [concat(scores) if scores else Scores.empty() for scores in parts.values()]
+        return [concat(scores) if scores else LogprobRows.empty() for scores in parts.values()]
 
     if not TYPE_CHECKING:  # it would hide misspelt names from mypy
 
@@ -305,14 +305,14 @@ class LLM(PoolingCalls):
 
     def _collector(
         self, text: str | None, ids: list[int], salt: str | None, params: SamplingParams, priority: int
-    ) -> RequestCollector:
+    ) -> OutputProcessor:
         self._reasoning.check(params)
         name, error = str(next(self._ids)), None
         try:
             params = self._shapes.checked(params)
         except ConfigError as wrong:
             error = str(wrong)
-        made = RequestCollector(name, text, ids, params, self.tokenizer, priority=priority, cache_salt=salt)
+        made = OutputProcessor(name, text, ids, params, self.tokenizer, priority=priority, cache_salt=salt)
         if error is not None:
             made.refuse(error)
         return made

@@ -37,7 +37,7 @@ FLOORS: dict[str, float] = {  # fractions are the rooms of a floor, lower rooms 
 TORCH_FREE = (
     "qrt.version", "qrt.errors", "qrt.registry", "qrt.config", "qrt.checks", "qrt.gc", "qrt.cli",
     "qrt.request", "qrt.grammar", "qrt.arch", "qrt.mem.slots", "qrt.mem.prefix", "qrt.mem.manager",
-    "qrt.model_files", "qrt.compat", "qrt.engine.preflight", "qrt.engine.schedule", "qrt.answers.collector",
+    "qrt.model_files", "qrt.compat", "qrt.engine.preflight", "qrt.engine.schedule", "qrt.answers.processor",
     "qrt.answers.output", "qrt.serve",
 )  # fmt: skip
 
@@ -176,6 +176,16 @@ def test_torch_free_floors():
     for module, path in modules().items():
         if module.startswith(TORCH_FREE):
             assert not [n for n in imports(path) if n.split(".")[0] == "torch"], f"{module} imports torch"
+
+
+def test_no_two_classes_share_a_name():
+    """A reader who looks for a class finds one."""
+    places: dict[str, list[str]] = {}
+    for module, path in modules().items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(module)
+    assert not {name: found for name, found in places.items() if len(found) > 1}
 
 
 def test_rooms_hold_at_most_15_modules():

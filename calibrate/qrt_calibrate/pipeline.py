@@ -30,7 +30,7 @@ from qrt_calibrate.model.streams import Streams
 from qrt_calibrate.recipe.recipe import Recipe
 from qrt_calibrate.report.report import LayerReport, Report, bits_per_weight, source_of
 from qrt_calibrate.rounding.precision import EXACT, TF32, products
-from qrt_calibrate.steps.advance import Windows
+from qrt_calibrate.steps.advance import WindowStates
 from qrt_calibrate.steps.evaluate import Cost, measure_cost
 from qrt_calibrate.steps.layer import LayerResult, quantize_layer
 from qrt_calibrate.steps.sensitivity import gradient_windows, loss_gradients
@@ -133,7 +133,7 @@ class Run:
         self._written = Written(job, writer)
         self._windows = None if text is None else self._begin(text.windows)
 
-    def _begin(self, ids: Tensor) -> Windows:
+    def _begin(self, ids: Tensor) -> WindowStates:
         """Embed the windows, and compute the loss's gradients if a layer is left that needs them."""
         job, folder = self._job, self._writer.working_folder
         executor = LayerExecutor(job.checkpoint, job.arch, job.recipe.seqlen, job.device)
@@ -147,7 +147,7 @@ class Run:
         count = gradient_windows(job.recipe)
         if count and not self._written.all_layers:
             loss_gradients(executor, streams, count, job.recipe.seed, folder)
-        return Windows(executor, streams, ids)
+        return WindowStates(executor, streams, ids)
 
     def layer(self, index: int) -> LayerReport:
         """Quantize and write layer `index`, or read it if it is written; then run it, exact and rounded."""

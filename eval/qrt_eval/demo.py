@@ -35,7 +35,7 @@ SAMPLE = SamplingParams(temperature=0.7, top_p=0.9, max_tokens=60, seed=7)
 
 
 @dataclass(frozen=True)
-class Row:
+class DemoRow:
     """Hold one variant's figures. Bytes are those of the running model; KV bytes are per token."""
 
     name: str
@@ -65,7 +65,7 @@ def demonstrate() -> None:
     print(f"\nServe the int4 checkpoint with: qrt-serve --model {VARIANTS[1][1]} --kv int8")
 
 
-def measure(name: str, model: str, kv: str) -> Row:
+def measure(name: str, model: str, kv: str) -> DemoRow:
     """Measure perplexity on pydoc with K/V read back from the cache, and the speed of generating in bf16."""
     ppl = quick_perplexity(scorer(model, kv), load_text("pydoc"), SEQLEN, WINDOWS).ppl
     llm = LLM(model, kv=kv, dtype="bfloat16")
@@ -74,10 +74,12 @@ def measure(name: str, model: str, kv: str) -> Row:
     started = time.perf_counter()
     outputs = llm.generate(PROMPTS, params, use_tqdm=False)
     tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
-    return Row(name, llm.weight_bytes, llm.kv_bytes_per_token, ppl, tokens / (time.perf_counter() - started))
+    return DemoRow(
+        name, llm.weight_bytes, llm.kv_bytes_per_token, ppl, tokens / (time.perf_counter() - started)
+    )
 
 
-def print_table(rows: list[Row]) -> None:
+def print_table(rows: list[DemoRow]) -> None:
     """Print all variants, with differences from the first."""
     table = Table(
         title="tiny: what quantization costs and saves (perplexity on the start of pydoc, protocol gptq)"

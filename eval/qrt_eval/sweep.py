@@ -29,7 +29,7 @@ from qrt_eval.inputs.text import EvalText, load_text
 from qrt_eval.quality import kld
 from qrt_eval.quality.forward import CHUNK_TOKENS
 from qrt_eval.quality.partial import PartialResult
-from qrt_eval.quality.reference import Reference
+from qrt_eval.quality.reference import ReferenceLogprobs
 from qrt_eval.reports import pareto, picture
 from qrt_eval.reports.page import write_page
 from qrt_eval.results.console import show
@@ -190,7 +190,7 @@ def checkpoint_of(sweep: Sweep, weights: str) -> str:
     return str(out)
 
 
-def baseline(sweep: Sweep, text: EvalText) -> Reference:
+def baseline(sweep: Sweep, text: EvalText) -> ReferenceLogprobs:
     """Return the unquantized model's distributions over the windows."""
     llm, windows, facts = kld.ready_baseline(sweep.arguments, sweep.arguments.model, PLAIN, text)
     base = kld.compute_reference(llm, windows, facts, CHUNK_TOKENS)
@@ -200,7 +200,7 @@ def baseline(sweep: Sweep, text: EvalText) -> Reference:
 
 
 def measure(
-    sweep: Sweep, weights: str, kv: str, checkpoint: str | None, base: Reference | None
+    sweep: Sweep, weights: str, kv: str, checkpoint: str | None, base: ReferenceLogprobs | None
 ) -> dict[str, Any]:
     """Return one cell: bytes and speed, and quality if there is a checkpoint."""
     quality: dict[str, Any] = dict.fromkeys(QUALITY)

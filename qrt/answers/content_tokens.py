@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from qrt.answers.output import TokenLogprobs
 from qrt.text.detokenizer import TextStream
-from qrt.text.parts import ContentText, Part
+from qrt.text.parts import AnswerPart, ContentText
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class ContentTokens:
             if token not in self._unshown:
                 self._waiting.append(_Waiting(row, start, self._seen))
 
-    def feed(self, parts: Iterable[Part]) -> list[TokenText]:
+    def feed(self, parts: Iterable[AnswerPart]) -> list[TokenText]:
         """Take some more parts; return the tokens whose content is known."""
         for part in parts:
             if isinstance(part, ContentText) and part.text:

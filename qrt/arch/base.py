@@ -190,7 +190,7 @@ class Arch:
         return self if self.layers[index].sparse or self.experts is None else replace(self, experts=None)
 
     @property
-    def turns_first(self) -> bool:
+    def qk_norm_after_rope(self) -> bool:
         """Whether q and k turn before their norms, not behind them."""
         return self.qk_norm in ("after", "unit")
 
@@ -205,8 +205,8 @@ class Arch:
         return tuple(dict.fromkeys(self.reach(index) for index in range(len(self.layers))))
 
     @property
-    def short_context(self) -> int:
-        """The most tokens of a request that turns by `RopeConfig.short_factors`; 0: all turn alike."""
+    def long_rope_switch(self) -> int:
+        """The most tokens of a request that uses `RopeConfig.short_factors`; 0: all use one table."""
         return max(
             (rope.original_max_position for rope in self.ropes.values() if rope.short_factors), default=0
         )

@@ -8,7 +8,7 @@ from qrt.errors import CheckpointError
 
 
 @dataclass(frozen=True)
-class Router:
+class RouterConfig:
     """How a token's experts are chosen, and what their outputs are multiplied by. See `qrt.kernels.route`.
 
     top_k        experts of a token
@@ -70,7 +70,7 @@ class Experts:
 
     count: int
     width: int
-    router: Router
+    router: RouterConfig
     module: str = "mlp.experts"
     parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     stacked: Stacked | None = None

@@ -16,17 +16,17 @@ class RopeConfig:
     """Rotary embedding of a head: frequencies theta^(-2i/turning), rescaled by `kind`.
 
     kind      "default", "linear", "llama3", "yarn" or "longrope"
-    turning   channels of a head that turn; the others keep their place
+    rotary_dim  channels of a head that RoPE rotates; the others keep their place
     pairs     which channels turn together: "halves" of the turning ones, or "neighbours"
     truncate  (yarn) the band between kept and stretched channels begins and ends at whole channels
     factors   (longrope) what each pair's frequency is divided by
     short_factors   (longrope) the same in requests that fit `original_max_position`; empty: no other ones
     length    what cos and sin of the turning channels are multiplied by
-    short_length    (longrope) the same in requests that turn by `short_factors`
+    short_length    (longrope) the same in requests that use `short_factors`
     """
 
     theta: float
-    turning: int
+    rotary_dim: int
     kind: str = "default"
     pairs: str = "halves"
     factor: float = 1.0
@@ -46,13 +46,13 @@ class RopeConfig:
         return replace(self, factors=self.short_factors, short_factors=(), length=self.short_length)
 
 
-def first_turn(length: int, short_context: int) -> int:
+def rope_offset(length: int, long_rope_switch: int) -> int:
     """Return the row of the RoPE tables for position 0 of a request of `length` tokens.
 
-    Where requests turn by their length, the tables hold the positions of short requests, those of at most
-    `short_context` tokens, in front of all positions of long ones (0: all requests turn alike).
+    Where requests use tables by their length, the tables hold the positions of short requests, those of at
+    most `long_rope_switch` tokens, in front of all positions of long ones (0: all requests turn alike).
     """
-    return short_context if length > short_context else 0
+    return long_rope_switch if length > long_rope_switch else 0
 
 
 def rope(config: Mapping[str, Any], head_dim: int, max_position: int) -> tuple[RopeConfig, int]:
@@ -93,13 +93,13 @@ def rope_of(
     part = number(entry, "partial_rotary_factor", 1.0)
     if part > 1:
         raise CheckpointError(f"config.json: partial_rotary_factor: expected at most 1, got {part}")
-    turning = int(head_dim * part)
-    if part != 1 and (turning % 2 or not turning):
+    rotary_dim = int(head_dim * part)
+    if part != 1 and (rotary_dim % 2 or not rotary_dim):
         raise UnsupportedError(
-            f"config.json: partial_rotary_factor: expected an even number of channels that turn, "
-            f"got {turning}, {part} of head_dim {head_dim}"
+            f"config.json: partial_rotary_factor: expected an even number of rotated channels, "
+            f"got {rotary_dim}, {part} of head_dim {head_dim}"
         )
-    plain = RopeConfig(theta, turning)
+    plain = RopeConfig(theta, rotary_dim)
     match kind:
         # dynamic differs beyond max_position alone, which qrt does not serve; mrope is for images
         case "default" | "dynamic" | "mrope":
@@ -132,7 +132,7 @@ def _slower(entry: Mapping[str, Any], plain: RopeConfig) -> RopeConfig:
     """Return dynamic RoPE as HunYuan has it: with an `alpha` its theta is larger at every length."""
     if (alpha := number(entry, "alpha", 1.0)) > MAX_SIZE:
         raise CheckpointError(f"config.json: RoPE's alpha: expected at most {MAX_SIZE:,}, got {alpha}")
-    return replace(plain, theta=plain.theta * alpha ** (plain.turning / max(plain.turning - 2, 1)))
+    return replace(plain, theta=plain.theta * alpha ** (plain.rotary_dim / max(plain.rotary_dim - 2, 1)))
 
 
 def _yarn(entry: Mapping[str, Any], plain: RopeConfig, max_position: int) -> RopeConfig:
@@ -179,10 +179,10 @@ def _longrope(entry: Mapping[str, Any], plain: RopeConfig, max_position: int) ->
 def _factors(entry: Mapping[str, Any], name: str, plain: RopeConfig) -> tuple[float, ...]:
     """Read the divisor of each pair's frequency."""
     factors = entry.get(name)
-    if not isinstance(factors, list) or len(factors) != plain.turning // 2:
+    if not isinstance(factors, list) or len(factors) != plain.rotary_dim // 2:
         raise CheckpointError(
-            f"config.json: expected {name} as a list of {plain.turning // 2} numbers, one for each pair of "
-            f"channels that turn, got {factors!r:.60}"
+            f"config.json: expected {name} as a list of {plain.rotary_dim // 2} numbers, one for each pair "
+            f"of rotated channels, got {factors!r:.60}"
         )
     return tuple(number({name: value}, name) for value in factors)
 

@@ -1,7 +1,7 @@
 """How the checkpoint's Linears of a layer become the run-time ones: stacked, and with rows in another order.
 
 Everything that is a permutation of rows ends here: q, k and v that are stored as one weight, stacked for each
-KV head or not, and the channels that RoPE turns together (`rope.channel_order`). So does what a rank has of
+KV head or not, and the channels that RoPE rotates together (`rope.channel_order`). So does what a rank has of
 them: whole heads, and channels of the mlps.
 """
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from qrt.arch import Arch
-from qrt.arch.part import WHOLE, Part, channels, heads
+from qrt.arch.shard import WHOLE, Shard, channels, heads
 from qrt.definitions.rope import channel_order
 
 
@@ -67,11 +67,11 @@ class Stack:
         return order[self.places]
 
 
-def stacks(arch: Arch, index: int, part: Part = WHOLE) -> dict[str, Stack]:
+def stacks(arch: Arch, index: int, shard: Shard = WHOLE) -> dict[str, Stack]:
     """Return the run-time Linears of layer `index`: "qkv", "o", "gate_up" and "down".
 
     The last two are those of the mlp; in a sparse layer of its shared mlp, if it has one. `arch` is that of
-    the whole model, of which `part` is a rank's.
+    the whole model, of which `shard` is a rank's.
     """
     names, hidden, dim = arch.names, arch.hidden_size, arch.head_dim
     q, kv = arch.num_heads * dim, arch.num_kv_heads * dim
@@ -82,14 +82,14 @@ def stacks(arch: Arch, index: int, part: Part = WHOLE) -> dict[str, Stack]:
         "qkv": Stack(*qkv, hidden, arch.qkv_bias, _qkv_order(arch, index)),
         "o": Stack((names.o,), (hidden,), q, arch.o_bias),
     }
-    if part != WHOLE:
-        own = heads(arch, part)[0]
-        found["qkv"] = replace(found["qkv"], places=_qkv_places(arch, part))
+    if shard != WHOLE:
+        own = heads(arch, shard)[0]
+        found["qkv"] = replace(found["qkv"], places=_qkv_places(arch, shard))
         found["o"] = replace(found["o"], inputs=(own.start * dim, own.stop * dim))
-    return _placed(arch, index, found | _mlp(arch.at(index), part))
+    return _placed(arch, index, found | _mlp(arch.at(index), shard))
 
 
-def _mlp(arch: Arch, part: Part) -> dict[str, Stack]:
+def _mlp(arch: Arch, shard: Shard) -> dict[str, Stack]:
     """Return the Linears of the mlp that all tokens go through, if there is one."""
     names, hidden, inner, stored = arch.names, arch.hidden_size, arch.intermediate_size, arch.gate_up
     gate, up, gate_up, down = names.gate, names.up, names.gate_up, names.down
@@ -104,12 +104,12 @@ def _mlp(arch: Arch, part: Part) -> dict[str, Stack]:
         "stacked": ((gate_up,), (2 * inner,)),
         "plain": ((up,), (inner,)),
     }[stored]
-    return _of_part(
-        Stack(*parts, hidden, arch.mlp_bias), Stack((down,), (hidden,), inner, arch.mlp_bias), part
+    return _of_shard(
+        Stack(*parts, hidden, arch.mlp_bias), Stack((down,), (hidden,), inner, arch.mlp_bias), shard
     )
 
 
-def expert_stacks(arch: Arch, index: int, number: int, part: Part = WHOLE) -> dict[str, Stack]:
+def expert_stacks(arch: Arch, index: int, number: int, shard: Shard = WHOLE) -> dict[str, Stack]:
     """Return the Linears of expert `number` of the sparse layer `index`: "gate_up" and "down"."""
     experts = arch.experts
     assert experts is not None
@@ -122,15 +122,15 @@ def expert_stacks(arch: Arch, index: int, number: int, part: Part = WHOLE) -> di
         (gate_up, down), turned = experts.stored, bool(own.transposed)
         first = Stack((gate_up,), (2 * inner,), hidden, experts.bias, turns, turned, number)
         second = Stack((down,), (hidden,), inner, experts.bias, None, turned, number)
-    return _placed(arch, index, _of_part(first, second, part))
+    return _placed(arch, index, _of_shard(first, second, shard))
 
 
-def _of_part(gate_up: Stack, down: Stack, part: Part) -> dict[str, Stack]:
+def _of_shard(gate_up: Stack, down: Stack, shard: Shard) -> dict[str, Stack]:
     """Return the Linears of an mlp with the rank's channels."""
     gate_up, down = replace(gate_up, reader=down.modules[0]), replace(down, ordered=True)
-    if part != WHOLE:
+    if shard != WHOLE:
         inner = down.in_features
-        own = channels(inner, part)
+        own = channels(inner, shard)
         places = torch.arange(sum(gate_up.outs)).view(-1, inner)[:, own.start : own.stop].flatten()
         gate_up = replace(gate_up, places=places)
         down = replace(down, inputs=(own.start, own.stop))
@@ -179,14 +179,14 @@ def _qkv_order(arch: Arch, index: int) -> Tensor | None:
         groups = rows.view(kv_heads, -1, dim)
         rows = torch.cat((groups[:, :-2].reshape(-1, dim), groups[:, -2], groups[:, -1]))
     if channels is not None:
-        turning = heads + kv_heads
-        rows = torch.cat((rows[:turning, channels], rows[turning:]))
+        rotary_dim = heads + kv_heads
+        rows = torch.cat((rows[:rotary_dim, channels], rows[rotary_dim:]))
     return rows.flatten()
 
 
-def _qkv_places(arch: Arch, part: Part) -> Tensor:
+def _qkv_places(arch: Arch, shard: Shard) -> Tensor:
     """Return the places of the rank's heads behind `_qkv_order`, int64."""
-    q, kv = heads(arch, part)
+    q, kv = heads(arch, shard)
     keys, values = arch.num_heads, arch.num_heads + arch.num_kv_heads
     own = [*q, *(keys + head for head in kv), *(values + head for head in kv)]
     return torch.arange((values + arch.num_kv_heads) * arch.head_dim).view(-1, arch.head_dim)[own].flatten()

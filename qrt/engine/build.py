@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
-from qrt.arch.part import Part
 from qrt.arch.pooling import Pooling, overridden
 from qrt.arch.read import read_arch
+from qrt.arch.shard import Shard
 from qrt.config import EngineConfig
 from qrt.engine.generation import GenerationConfig
 from qrt.engine.preflight import Preflight, check_fit, check_settings, preflight
@@ -55,7 +55,7 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 
 
 @dataclass(frozen=True)
-class Parts:
+class EngineParts:
     """What an engine runs on.
 
     config       the settings, with folders for names of the Hub
@@ -95,7 +95,7 @@ def build(
     model: Decoder | None = None,
     eos_token_ids: Iterable[int] = (),
     peers: TensorParallelGroup | None = None,
-) -> Parts:
+) -> EngineParts:
     """Load the checkpoint that `config` names, or take `model`, and build the rest around it.
 
     `eos_token_ids` end the text beside those that the checkpoint names. With `peers` this is the part of one
@@ -132,7 +132,7 @@ def build(
         _log_products(model, limits, sizes)
     folder, width = config.tokenizer or config.model, model.arch.vocab_size
     grammars = (lambda: Grammars(Vocabulary.of(folder, width, eos))) if loads else None
-    return Parts(config, generation, eos, limits, formats, pool, loaded.pooling, runner, grammars)
+    return EngineParts(config, generation, eos, limits, formats, pool, loaded.pooling, runner, grammars)
 
 
 def _checked(
@@ -164,9 +164,9 @@ def _load(config: EngineConfig, pooling: Pooling | None, peers: TensorParallelGr
     if dummy:
         logger.warning("%s: the weights are random, as load_format dummy asks for", checkpoint.path)
     load = dummy_model if dummy else load_model
-    dtype, part = model_dtype(config, checkpoint, device), None
+    dtype, shard = model_dtype(config, checkpoint, device), None
     if peers is not None:
-        part = Part(peers.rank, peers.size)
+        shard = Shard(peers.rank, peers.size)
         width = read_arch(checkpoint.config, checkpoint.path).hidden_size
         if device.type == "cuda":
             from qrt.kernels.all_reduce.choose import (
@@ -181,7 +181,7 @@ def _load(config: EngineConfig, pooling: Pooling | None, peers: TensorParallelGr
                 f"of {INT8_GROUP}; leave it out"
             )
     headless = pooling is not None
-    model = load(checkpoint, device=device, dtype=dtype, headless=headless, part=part, peers=peers)
+    model = load(checkpoint, device=device, dtype=dtype, headless=headless, shard=shard, peers=peers)
     head = None
     if pooling is not None and pooling.labels:
         own = model.arch, pooling
@@ -256,7 +256,7 @@ def _limits(config: EngineConfig, model: Decoder, formats: Sequence[KVFormat]) -
         config.max_num_batched_tokens,
         config.max_num_queued_reqs,
         config.max_num_queued_tokens,
-        short_context=model.arch.short_context,
+        long_rope_switch=model.arch.long_rope_switch,
     )
 
 

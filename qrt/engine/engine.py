@@ -264,7 +264,7 @@ class Engine:
             if index not in masks.errors:
                 self.scheduler.repeat(plan.sampled[index].request_id)
         skipped = set(masked).difference(masks.rows)
-        self._launched.append((plan, self.runner.draw(forwarded, masks.rows, skipped)))
+        self._launched.append((plan, self.runner.sample(forwarded, masks.rows, skipped)))
 
     def clear(self) -> None:
         """Forget all requests and cached prefixes, after waiting for launched steps.

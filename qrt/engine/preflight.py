@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from qrt.arch import Arch
-from qrt.arch.part import Part, of_rank
 from qrt.arch.pooling import Pooling, overridden, read_pooling
 from qrt.arch.read import read_arch
+from qrt.arch.shard import Shard, of_rank
 from qrt.config import EngineConfig
 from qrt.errors import ConfigError
 from qrt.model_files.folder import read_config
@@ -91,7 +91,7 @@ def check_fit(config: EngineConfig, model: Arch) -> None:
         raise ConfigError(
             f"max_model_len: expected at most the model's {model.max_position}, got {config.max_model_len}"
         )
-    of_rank(model, Part(0, config.tensor_parallel_size))
+    of_rank(model, Shard(0, config.tensor_parallel_size))
     if wrong := [layer for layer in config.kv_skip_layers if layer >= model.num_layers]:
         layers = f"0 to {model.num_layers - 1}"
         raise ConfigError(f"kv_skip_layers: expected {layers}, the model's layers, got {wrong[0]}")

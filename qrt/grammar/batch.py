@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from qrt.grammar.matcher import Matcher
 
 
-class Batch:
+class MatcherThreads:
     """Some threads of the library; they start with the first call. One thread at a time may call it."""
 
     def __init__(self, threads: int) -> None:

@@ -1,8 +1,8 @@
 """Attention of a step over one layer's cache: calls the operators with what a layer holds.
 
 q [T, Hq, D], k and v [T, Hkv, D] and out [T, Hq, D] hold all tokens of the step. rope is cos and sin, fp32
-[P, D/2] each; a token turns by the row of its position, or by that in `StepMeta.turns`. If there is one row,
-all tokens turn by it. Each operator's package says what it does.
+[P, D/2] each; a token is rotated by the row of its position, or by that in `StepMeta.rope_positions`. If
+there is one row, all tokens are rotated by it. Each operator's package says what it does.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from qrt.kernels.attention_rule import AttentionRule
 from qrt.kernels.decode_attention import append_attention, decode_attention
 from qrt.kernels.head_norms import HeadNorms
 from qrt.kernels.kv_write import kv_write
 from qrt.kernels.prefill_attention import prefill_attention
-from qrt.kernels.scores import Scores
 from qrt.kernels.sizes import next_power_of_2
 from qrt.kernels.step import KVLayer, StepMeta
 
 
-def _turns(rope: tuple[Tensor, Tensor], step: StepMeta) -> Tensor | None:
+def _rope_positions(rope: tuple[Tensor, Tensor], step: StepMeta) -> Tensor | None:
     """Return each token's row of `rope`, int32 [T]; None: its position."""
     if len(rope[0]) > 1:
-        return step.turns
+        return step.rope_positions
     count = len(step.tokens)
     return _first_rows(next_power_of_2(count), step.tokens.device)[:count]
 
@@ -48,13 +48,13 @@ def store(
 
     All changes q, k and v in place.
     """
-    rows = _turns(rope, step)
+    rows = _rope_positions(rope, step)
     rows = step.positions if rows is None else rows
     slots = step.places(kv.group).slots
     kv_write(q, k, v, *rope, rows, slots, kv.buffers, kv.smoothing, kv.format, *(norms or ()))
 
 
-def attend_decodes(q: Tensor, step: StepMeta, kv: KVLayer, out: Tensor, scores: Scores) -> None:
+def attend_decodes(q: Tensor, step: StepMeta, kv: KVLayer, out: Tensor, scores: AttentionRule) -> None:
     """Write the attention of the tokens that decode, if any, to `out` (`decode_attention`)."""
     if decode := step.decode:
         decode_attention(
@@ -77,7 +77,7 @@ def attend_decodes(q: Tensor, step: StepMeta, kv: KVLayer, out: Tensor, scores: 
 
 
 def attend_chunks(
-    q: Tensor, k: Tensor, v: Tensor, step: StepMeta, kv: KVLayer, out: Tensor, scores: Scores
+    q: Tensor, k: Tensor, v: Tensor, step: StepMeta, kv: KVLayer, out: Tensor, scores: AttentionRule
 ) -> None:
     """Write the attention of the prefill chunks' tokens, if any, to `out` (`prefill_attention`)."""
     if chunks := step.prefill:
@@ -113,7 +113,7 @@ def append(
     step: StepMeta,
     kv: KVLayer,
     out: Sequence[Tensor],
-    scores: Scores,
+    scores: AttentionRule,
 ) -> None:
     """Do `store` and `attend_decodes` in one launch, for a step that only decodes (`append_attention`).
 
@@ -139,7 +139,7 @@ def append(
         scores.softcap,
         scores.slopes,
         scores.sinks,
-        _turns(rope, step),
+        _rope_positions(rope, step),
         scores.segment,
         *(norms or ()),
     )

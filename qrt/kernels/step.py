@@ -113,7 +113,7 @@ class Chunks:
         return {name: np.asarray(array, np.int32) for name, array in arrays.items()}
 
 
-class Places(NamedTuple):
+class KVPlaces(NamedTuple):
     """Where the layers of one group find K and V.
 
     slots        [T] int32   where each token's K/V is written (padding rows: the pad slot)
@@ -136,7 +136,7 @@ class StepMeta:
     decode       None when no request decodes
     prefill      None when no chunk is prefilled
     attended     [T, Hq, D] or None: where attention writes; it leaves tokens of padding as they are
-    turns        [T] int32   each token's row of the RoPE tables, or None: its position
+    rope_positions  [T] int32   each token's row of the RoPE tables, or None: its position
     windows      the other groups of layers
     """
 
@@ -147,12 +147,12 @@ class StepMeta:
     decode: DecodeMeta | None
     prefill: PrefillMeta | None
     attended: Tensor | None = None
-    turns: Tensor | None = None
-    windows: Sequence[Places] = ()
+    rope_positions: Tensor | None = None
+    windows: Sequence[KVPlaces] = ()
 
-    def places(self, group: int) -> Places:
+    def places(self, group: int) -> KVPlaces:
         """Return where the layers of `group` find K and V."""
-        return self.windows[group - 1] if group else Places(self.slots, self.slot_table)
+        return self.windows[group - 1] if group else KVPlaces(self.slots, self.slot_table)
 
     @property
     def num_decodes(self) -> int:

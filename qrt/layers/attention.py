@@ -1,6 +1,6 @@
 """Self-attention over the token-granular KV cache: store K and V, attend.
 
-This is the only layer that touches the cache. `kv_write` normalizes heads and turns queries, and K and V on
+This is the only layer that touches the cache. `kv_write` normalizes heads and rotates queries, and K and V on
 their way to the cache, into the basis of the KV format. The attention operators return to the model's basis.
 """
 
@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qrt.definitions.rope import RopeTables, turn
+from qrt.definitions.rope import RopeTables, rotate
 from qrt.kernels.attention import attend_chunks, attend_decodes, store
+from qrt.kernels.attention_rule import AttentionRule
 from qrt.kernels.gpu import aside, together
 from qrt.kernels.head_norms import HeadNorms
-from qrt.kernels.scores import Scores
 from qrt.kernels.step import KVLayer, StepMeta
 from qrt.layers.linear import Linear
 from qrt.layers.norm import NormLayer, RMSNorm, WholeNorm
@@ -32,7 +32,7 @@ class Heads:
     dim              channels of each
     scores           how they weigh the tokens that they attend
     q_norm, k_norm   over the heads of q and k before RoPE, or None
-    turned_first     the RoPE of the layer where those norms stand behind it; then none follows
+    early_rope       the RoPE of the layer where those norms stand behind it; then none follows
     clip             q, k and v are clamped to at most this magnitude behind the norms, or None
     q_scale          fp32 [P]: what q of each position is multiplied by, or None
     """
@@ -40,10 +40,10 @@ class Heads:
     num_heads: int
     num_kv_heads: int
     dim: int
-    scores: Scores
+    scores: AttentionRule
     q_norm: HeadNorm | None = None
     k_norm: HeadNorm | None = None
-    turned_first: RopeTables | None = None
+    early_rope: RopeTables | None = None
     clip: float | None = None
     q_scale: Tensor | None = None
 
@@ -56,7 +56,7 @@ class Heads:
     def before_rope(self) -> HeadNorms | None:
         """Return the norms if RoPE comes right behind them and kernels do both at once, else None."""
         q, k = self.q_norm, self.k_norm
-        if self.turned_first is not None or self.clip is not None or self.q_scale is not None:
+        if self.early_rope is not None or self.clip is not None or self.q_scale is not None:
             return None
         if type(q) is not RMSNorm or type(k) is not RMSNorm:  # a subclass computes something else
             return None
@@ -97,9 +97,9 @@ class Attention:
         """Return `heads` without the norms that `attend` does."""
         own = self.spec
         q, k, v = qkv.unflatten(-1, (-1, self.head_dim)).split(self.qkv_heads, dim=1)
-        if own.turned_first is not None:
-            rows = step.positions if step.turns is None else step.turns
-            q, k = turn(q, own.turned_first, rows), turn(k, own.turned_first, rows)
+        if own.early_rope is not None:
+            rows = step.positions if step.rope_positions is None else step.rope_positions
+            q, k = rotate(q, own.early_rope, rows), rotate(k, own.early_rope, rows)
         if self.norms is None:
             q, k = own.normed(q, k)
         if own.clip is not None:

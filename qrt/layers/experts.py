@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qrt.arch.experts import Router
+from qrt.arch.experts import RouterConfig
 from qrt.errors import UnsupportedError
-from qrt.kernels.experts import experts, experts_shares
+from qrt.kernels.experts import experts, experts_partial
 from qrt.kernels.linear import prepare
 from qrt.kernels.linear.weight import Weight
 from qrt.kernels.route import route
@@ -60,7 +60,7 @@ class ExpertLinear:
         return self.tensors if self.bias is None else [*self.tensors, self.bias]
 
 
-class Chooser:
+class ExpertRouter:
     """Chooses the experts of a token.
 
     gate        [E, H]; bias [E] or None
@@ -68,7 +68,7 @@ class Chooser:
     """
 
     def __init__(
-        self, rules: Router, gate: Tensor, bias: Tensor | None = None, correction: Tensor | None = None
+        self, rules: RouterConfig, gate: Tensor, bias: Tensor | None = None, correction: Tensor | None = None
     ) -> None:
         self.rules, self.gate, self.bias, self.correction = rules, gate, bias, correction
         counters_of(gate)  # graphs of steps may be recorded before this layer runs
@@ -86,7 +86,7 @@ class Chooser:
         return [tensor for tensor in (self.gate, self.bias, self.correction) if tensor is not None]
 
 
-class Mixture:
+class MoE:
     """y = sum of weight * down(act(gate) * up) over a token's experts, and a shared mlp that all pass.
 
     choose       gives each token its experts and their weights
@@ -98,7 +98,7 @@ class Mixture:
 
     def __init__(
         self,
-        choose: Chooser,
+        choose: ExpertRouter,
         gate_up: ExpertLinear,
         down: ExpertLinear,
         act: str = "silu",
@@ -123,7 +123,7 @@ class Mixture:
 
     def summands(self, x: Tensor) -> Tensor:
         """Return what the experts of each token add, without the shared mlp: fp32 [k, T, H]."""
-        return experts_shares(x, *self._operands(x))
+        return experts_partial(x, *self._operands(x))
 
     def _operands(self, x: Tensor) -> tuple[Any, ...]:
         weights, chosen = self.choose(x)

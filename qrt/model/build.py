@@ -11,16 +11,16 @@ from tqdm import tqdm
 
 from qrt.arch import Arch
 from qrt.arch.experts import Experts
-from qrt.arch.part import WHOLE, Part, head_rows, heads, of_rank
+from qrt.arch.shard import WHOLE, Shard, head_rows, heads, of_rank
 from qrt.definitions.activations import XIELU
 from qrt.definitions.rope import RopeTables, tables_by_length
 from qrt.definitions.stacks import Stack, expert_stacks, head_channels, stacks
 from qrt.errors import UnsupportedError
-from qrt.kernels.scores import Scores
+from qrt.kernels.attention_rule import AttentionRule
 from qrt.kernels.tensor_parallel import TensorParallelGroup
 from qrt.layers.attention import Attention, HeadNorm, Heads
 from qrt.layers.embedding import Embedding
-from qrt.layers.experts import Chooser, ExpertLinear, Mixture
+from qrt.layers.experts import ExpertLinear, ExpertRouter, MoE
 from qrt.layers.linear import Linear
 from qrt.layers.mlp import MLP, XIELUMLP
 from qrt.layers.norm import LayerNorm, NormLayer, RMSNorm, WholeNorm
@@ -56,42 +56,42 @@ class WeightSource(Protocol):
 def build(
     arch: Arch,
     weights: WeightSource,
-    part: Part | None = None,
+    shard: Shard | None = None,
     *,
     peers: TensorParallelGroup | None = None,
     progress: str | None,
 ) -> Decoder:
     """Build the decoder layer by layer, with a progress bar on stderr called `progress`; None: without.
 
-    Its steps run fused where `qrt.model.fused` can run its layers, else plainly. With a `part` it is a
+    Its steps run fused where `qrt.model.fused` can run its layers, else plainly. With a `shard` it is a
     rank's: an ordinary decoder of the rank's architecture. Its layers and logits are put together from those
     of all ranks by `peers`; without them that is left to the caller. Raises ConfigError where so many ranks
     cannot share the model.
     """
-    part = part or WHOLE
-    own, ropes = of_rank(arch, part), _Ropes(arch, weights.device)
+    shard = shard or WHOLE
+    own, ropes = of_rank(arch, shard), _Ropes(arch, weights.device)
     embed = _embedding(arch, weights)
     indices: Iterable[int] = range(arch.num_layers)
     if progress is not None:  # `disable` would override TQDM_DISABLE
         indices = tqdm(indices, progress, unit="layer")
-    layers = [_Layer(arch, part, weights, i, ropes, peers).layer() for i in indices]
+    layers = [_Layer(arch, shard, weights, i, ropes, peers).layer() for i in indices]
     norm = norm_layer(arch, weights, arch.names.norm, arch.hidden_size)
-    head = _head(arch, part, weights, embed)
+    head = _head(arch, shard, weights, embed)
     behind = [ropes.behind(i) for i in range(arch.num_layers)]
-    copies = max(1, part.ranks // arch.num_kv_heads)
+    copies = max(1, shard.ranks // arch.num_kv_heads)
     decoder = Decoder(own, embed, layers, norm, head, behind, peers, copies)
     return FusedDecoder.of(decoder) or decoder
 
 
-def _head(arch: Arch, part: Part, weights: WeightSource, embed: Embedding) -> Linear:
+def _head(arch: Arch, shard: Shard, weights: WeightSource, embed: Embedding) -> Linear:
     """Return the rank's rows of the head; of one that is tied they are a view of the embedding."""
-    own, module = head_rows(arch.vocab_size, part), arch.names.head
+    own, module = head_rows(arch.vocab_size, shard), arch.names.head
     if arch.tied_embeddings and not arch.unit_head:
         bias = weights.tensor(f"{module}.bias", (arch.vocab_size,)) if arch.head_bias else None
         rows = slice(own.start, own.stop)
         tied = WeightData(embed.weight[rows], bias=None if bias is None else bias[rows])
         return Linear.pack("fp16", tied, weights.device, weights.dtype)
-    places = None if part == WHOLE else torch.arange(own.start, own.stop)
+    places = None if shard == WHOLE else torch.arange(own.start, own.stop)
     stack = Stack((module,), (arch.vocab_size,), arch.hidden_size, arch.head_bias, places=places)
     return weights.head(stack, unit=arch.unit_head)
 
@@ -148,10 +148,10 @@ class _Ropes:
                 None if key is None else arch.ropes[key],
                 arch.head_dim,
                 arch.max_position,
-                arch.short_context,
+                arch.long_rope_switch,
                 device,
             )
-            for key in {layer.rope for layer in arch.layers} | ({None} if arch.turns_first else set())
+            for key in {layer.rope for layer in arch.layers} | ({None} if arch.qk_norm_after_rope else set())
         }
 
     def of(self, index: int) -> RopeTables:
@@ -160,7 +160,7 @@ class _Ropes:
 
     def behind(self, index: int) -> RopeTables:
         """Return what is left to turn behind `Attention.heads`."""
-        return self._tables[None] if self._arch.turns_first else self.of(index)
+        return self._tables[None] if self._arch.qk_norm_after_rope else self.of(index)
 
 
 def _q_scale(arch: Arch, device: torch.device) -> Tensor | None:
@@ -177,20 +177,20 @@ class _Layer:
     def __init__(
         self,
         arch: Arch,
-        part: Part,
+        shard: Shard,
         weights: WeightSource,
         index: int,
         ropes: _Ropes,
         peers: TensorParallelGroup | None,
     ) -> None:
-        self.arch, self.part, self.weights, self.index, self.ropes = arch, part, weights, index, ropes
+        self.arch, self.shard, self.weights, self.index, self.ropes = arch, shard, weights, index, ropes
         self.peers = peers
         self.prefix = f"{arch.names.layers}.{index}"
 
     def layer(self) -> DecoderLayer:
         """Return it."""
         arch, names = self.arch, self.arch.names
-        own = stacks(arch, self.index, self.part)
+        own = stacks(arch, self.index, self.shard)
         linears = {role: self.weights.linear(stack) for role, stack in own.items()}
         for role in linears.keys() & {"o", "down"}:
             self._add_once(linears[role])
@@ -214,7 +214,7 @@ class _Layer:
 
         The others have zeros: all must run the same kernels.
         """
-        if self.part.rank > 0 and linear.bias is not None:
+        if self.shard.rank > 0 and linear.bias is not None:
             linear.bias = torch.zeros_like(linear.bias)
 
     def _norm(self, name: str | None) -> NormLayer | None:
@@ -223,8 +223,8 @@ class _Layer:
         return norm_layer(self.arch, self.weights, f"{self.prefix}.{name}", self.arch.hidden_size)
 
     def _heads(self) -> Heads:
-        arch, (q, kv) = self.arch, heads(self.arch, self.part)
-        after = arch.turns_first and arch.layers[self.index].rope is not None
+        arch, (q, kv) = self.arch, heads(self.arch, self.shard)
+        after = arch.qk_norm_after_rope and arch.layers[self.index].rope is not None
         return Heads(
             len(q),
             len(kv),
@@ -232,16 +232,16 @@ class _Layer:
             self._scores(q),
             q_norm=self._head_norm(arch.names.q_norm, q, arch.num_heads),
             k_norm=self._head_norm(arch.names.k_norm, kv, arch.num_kv_heads),
-            turned_first=self.ropes.of(self.index) if after else None,
+            early_rope=self.ropes.of(self.index) if after else None,
             clip=arch.clip,
             q_scale=self.ropes.q_scale if arch.layers[self.index].q_scaled else None,
         )
 
-    def _scores(self, own: range) -> Scores:
+    def _scores(self, own: range) -> AttentionRule:
         """Return those of the query heads `own`."""
         arch, reach, heads = self.arch, self.arch.reach(self.index), slice(own.start, own.stop)
         slopes = torch.tensor(arch.alibi[heads], dtype=torch.float32, device=self.weights.device)
-        return Scores(
+        return AttentionRule(
             arch.head_dim**-0.5 if arch.attention_scale is None else arch.attention_scale,
             reach.window,
             arch.reaches.index(reach),
@@ -280,7 +280,7 @@ class _Layer:
                 places = torch.arange(arch.head_dim) if channels is None else channels
                 places = (torch.tensor(own)[:, None] * arch.head_dim + places).flatten()
                 norm = norm_layer(arch, weights, full, heads * arch.head_dim, channels=places)
-                return WholeNorm(norm, self.part.ranks, self.peers)
+                return WholeNorm(norm, self.shard.ranks, self.peers)
         return None
 
     def _mlp(self, linears: dict[str, Linear]) -> MLP:
@@ -296,10 +296,10 @@ class _Layer:
             return XIELUMLP(gate_up, down, XIELU(*parts), gated=gated)
         return MLP(gate_up, down, arch.act, gated=gated)
 
-    def _mixture(self, linears: dict[str, Linear]) -> Mixture:
+    def _mixture(self, linears: dict[str, Linear]) -> MoE:
         arch, weights, experts = self.arch, self.weights, self.arch.experts
         assert experts is not None
-        of_each = [expert_stacks(arch, self.index, i, self.part) for i in range(experts.count)]
+        of_each = [expert_stacks(arch, self.index, i, self.shard) for i in range(experts.count)]
         gate_up, down = (weights.experts([own[role] for own in of_each]) for role in ("gate_up", "down"))
         self._add_once(down)
         if gate_up.scheme != down.scheme:
@@ -311,13 +311,13 @@ class _Layer:
         if experts.shared_gate is not None:
             name = f"{self.prefix}.{experts.shared_gate}"
             shared_gate = weights.linear(Stack((name,), (1,), arch.hidden_size))
-        return Mixture(
+        return MoE(
             self._chooser(experts), gate_up, down, arch.act,
             shared=None if experts.shared is None else MLP(linears["gate_up"], linears["down"], arch.act),
             shared_gate=shared_gate,
         )  # fmt: skip
 
-    def _chooser(self, experts: Experts) -> Chooser:
+    def _chooser(self, experts: Experts) -> ExpertRouter:
         weights, gate, correction = self.weights, f"{self.prefix}.{experts.gate}", None
         if experts.correction is not None:
             name = f"{self.prefix}.{experts.correction}"
@@ -326,4 +326,4 @@ class _Layer:
             weights.tensor(f"{gate}.bias", (experts.count,)).to(weights.dtype) if experts.gate_bias else None
         )
         stored = weights.tensor(f"{gate}.weight", (experts.count, self.arch.hidden_size))
-        return Chooser(experts.router, stored.to(weights.dtype), bias, correction)
+        return ExpertRouter(experts.router, stored.to(weights.dtype), bias, correction)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from qrt.arch import Arch
-from qrt.arch.part import Part, head_rows
+from qrt.arch.shard import Shard, head_rows
 from qrt.definitions.rope import RopeTables
 from qrt.kernels.all_reduce import reduce
 from qrt.kernels.gpu import launches_on
@@ -23,7 +23,7 @@ from qrt.kernels.step import KVLayer, StepMeta
 from qrt.kernels.tensor_parallel import TensorParallelGroup
 from qrt.layers.attention import Attention
 from qrt.layers.embedding import Embedding
-from qrt.layers.experts import ExpertLinear, Mixture
+from qrt.layers.experts import ExpertLinear, MoE
 from qrt.layers.linear import Linear
 from qrt.layers.mlp import MLP
 from qrt.layers.norm import NormLayer, normed
@@ -51,7 +51,7 @@ class DecoderLayer:
     def __init__(
         self,
         attention: Attention,
-        mlp: MLP | Mixture,
+        mlp: MLP | MoE,
         norms: Norms,
         *,
         parallel: bool = False,
@@ -146,7 +146,7 @@ class Decoder:
 
     def _head_rows(self, peers: TensorParallelGroup) -> list[range]:
         """Return the rows of the vocabulary that the head of each rank has."""
-        return [head_rows(self.arch.vocab_size, Part(rank, peers.size)) for rank in range(peers.size)]
+        return [head_rows(self.arch.vocab_size, Shard(rank, peers.size)) for rank in range(peers.size)]
 
     @property
     def dtype(self) -> torch.dtype:

@@ -35,7 +35,7 @@ from qrt.kernels.rmsnorm import embed_rmsnorm
 from qrt.kernels.step import KVLayer, StepMeta
 from qrt.kernels.tensor_parallel import TensorParallelGroup
 from qrt.layers.attention import Attention
-from qrt.layers.experts import Mixture
+from qrt.layers.experts import MoE
 from qrt.layers.linear import Linear
 from qrt.layers.mlp import MLP
 from qrt.layers.norm import NormLayer, RMSNorm, normed
@@ -171,7 +171,7 @@ class FusedLayer:
         if links.whole is not None:
             return chain(attended, residual, links.whole)
         mlp = self.layer.mlp
-        if links.start is not None and isinstance(mlp, Mixture):
+        if links.start is not None and isinstance(mlp, MoE):
             y = mixture_for_norm(mlp, from_attention(attended, residual, links.start))
         else:
             y = self._mlp(for_norm(self.layer.attention.o, attended[0]), residual)
@@ -205,7 +205,7 @@ class FusedLayer:
             out = self._mlp_beside(residual)
             self.to_mlp.add(residual, y)
             return out
-        if isinstance(mlp, Mixture):
+        if isinstance(mlp, MoE):
             return mixture_for_norm(mlp, self.to_mlp(residual, y))
         gate_up, down, act = mlp.gate_up, mlp.down, mlp.act
         if mlp.gated and not takes_int8(gate_up) and not takes_int8(down):
@@ -225,7 +225,7 @@ class FusedLayer:
     def _mlp_beside(self, residual: Tensor) -> Tensor:
         """Return the MLP of `residual` before attention is added to it, as `for_norm`."""
         mlp, x = self.layer.mlp, normed(self.to_mlp.norm, residual)
-        if isinstance(mlp, Mixture):
+        if isinstance(mlp, MoE):
             return mixture_for_norm(mlp, x)
         if not mlp.gated:
             return for_norm(mlp.down, act_mul(mlp.gate_up(x), mlp.act, False))

@@ -15,7 +15,7 @@ from qrt.kernels.chain import (
     fits_from_attention,
     fits_to_attention,
 )
-from qrt.layers.experts import Mixture
+from qrt.layers.experts import MoE
 from qrt.layers.linear import Linear
 from qrt.layers.mlp import MLP
 from qrt.layers.norm import LayerNorm, NormLayer, RMSNorm
@@ -45,7 +45,7 @@ class Links(NamedTuple):
         """
         if layer.parallel or (layer.peers is not None and layer.peers.most_rows < MOST_TOKENS):
             return cls()
-        if isinstance(layer.mlp, Mixture):
+        if isinstance(layer.mlp, MoE):
             return cls(start=_start(layer.attention.o, to_mlp), end=_end(to_next, next_qkv))
         return cls(whole=_whole(layer, layer.mlp, to_mlp, to_next, next_qkv))
 

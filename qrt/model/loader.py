@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from qrt.arch import Arch
-from qrt.arch.part import Part
 from qrt.arch.read import read_arch
+from qrt.arch.shard import Shard
 from qrt.checks import first_few
 from qrt.definitions.names import CORRECTION, check_names, place_names
 from qrt.definitions.stacks import Stack
@@ -39,16 +39,16 @@ def dummy_model(
     device: torch.device,
     dtype: torch.dtype,
     headless: bool = False,
-    part: Part | None = None,
+    shard: Shard | None = None,
     peers: TensorParallelGroup | None = None,
 ) -> Decoder:
     """Make random weights of the sizes, schemes and grids in `checkpoint`'s config.json; read no tensor.
 
-    `headless`, `part` and `peers` are as in `load_model`.
+    `headless`, `shard` and `peers` are as in `load_model`.
     """
     arch = _architecture(checkpoint, headless)
     weights = RandomWeights(checkpoint.grid, device, dtype)
-    return build(arch, weights, part, peers=peers, progress="Making weights")
+    return build(arch, weights, shard, peers=peers, progress="Making weights")
 
 
 def load_model(
@@ -57,12 +57,12 @@ def load_model(
     device: torch.device,
     dtype: torch.dtype,
     headless: bool = False,
-    part: Part | None = None,
+    shard: Shard | None = None,
     peers: TensorParallelGroup | None = None,
 ) -> Decoder:
     """Load a checkpoint folder (or "tiny") on `device`; what is not quantized is cast to `dtype`.
 
-    `headless` leaves out the head of the vocabulary, for a model that pools. With a `part` the decoder is a
+    `headless` leaves out the head of the vocabulary, for a model that pools. With a `shard` the decoder is a
     rank's (`build`), which reads its part of the Linears alone; `peers` are the ranks of which it is one.
 
     Raises UnsupportedError for an architecture or scheme qrt does not run and for a quantized norm,
@@ -73,7 +73,7 @@ def load_model(
     arch = _untie(place_names(_architecture(checkpoint, headless), checkpoint), checkpoint)
     check_names(arch, checkpoint)
     weights = CheckpointWeights(checkpoint, device, dtype)
-    decoder = build(arch, weights, part, peers=peers, progress="Loading weights")
+    decoder = build(arch, weights, shard, peers=peers, progress="Loading weights")
     left = [module for module in weights.unquantized if module != arch.names.head]
     if left and len(decoder.schemes) > 1:
         logger.warning("left unquantized by the checkpoint: %s", first_few(left))

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from qrt.kernels.all_reduce import reduce_scatter, through
 from qrt.kernels.layernorm import add_layernorm, add_layernorm_int8
-from qrt.kernels.linear import linear_int8, linear_int8_shares, linear_shares
+from qrt.kernels.linear import linear_int8, linear_int8_partial, linear_partial
 from qrt.kernels.rmsnorm import add_normed, add_rmsnorm, add_rmsnorm_int8
 from qrt.kernels.tensor_parallel import TensorParallelGroup
-from qrt.layers.experts import Mixture
+from qrt.layers.experts import MoE
 from qrt.layers.linear import Linear
 from qrt.layers.norm import LayerNorm, NormLayer, RMSNorm
 from qrt.quant.tokens import QuantizedTokens
@@ -129,22 +129,22 @@ def int8_product(linear: Linear, x: QuantizedTokens) -> Tensor:
 
 def for_norm(linear: Linear, x: Tensor) -> Tensor:
     """Return `linear` of x [T, K] for an AddNorm: [T, N], or split sums fp32 [S, T, N]."""
-    return linear_shares(x, linear.tensors, linear.scheme) if splits(linear, x) else linear(x)
+    return linear_partial(x, linear.tensors, linear.scheme) if splits(linear, x) else linear(x)
 
 
 def int8_for_norm(linear: Linear, x: QuantizedTokens) -> Tensor:
     """Do as `for_norm` with tokens that are quantized already."""
     if splits(linear, x.codes):
-        return linear_int8_shares(x.codes, x.scale, linear.tensors, linear.scheme)
+        return linear_int8_partial(x.codes, x.scale, linear.tensors, linear.scheme)
     return int8_product(linear, x)
 
 
-def mixture_for_norm(mixture: Mixture, x: Tensor) -> Tensor:
+def mixture_for_norm(mixture: MoE, x: Tensor) -> Tensor:
     """Return the mixture of x [T, H] for an AddNorm: [T, H], or the experts' outputs fp32 [k, T, H]."""
     return mixture.summands(x) if leaves_sums(mixture, x) else mixture(x)
 
 
-def leaves_sums(mixture: Mixture, x: Tensor) -> bool:
+def leaves_sums(mixture: MoE, x: Tensor) -> bool:
     """Return whether the norm behind adds up the experts' outputs."""
     return x.is_cuda and len(x) <= SPLIT_TOKENS and mixture.shared is None
 

@@ -13,7 +13,7 @@ from qrt.definitions.stacks import stacks
 from qrt.kernels import experts
 from qrt.kernels.linear import explain
 from qrt.kernels.linear.product import Epilogue
-from qrt.layers.experts import Mixture
+from qrt.layers.experts import MoE
 from qrt.layers.linear import Linear
 from qrt.model.decoder import Decoder
 from qrt.model.fused import FusedDecoder
@@ -103,7 +103,7 @@ def _products(model: Decoder, index: int) -> dict[str, tuple[Linear, int]]:
 def _expert_parts(model: Decoder, index: int) -> dict[str, tuple[str, tuple[int, int]]]:
     """Return the scheme, and one expert's sizes, of the products of a layer's experts, by name."""
     mixture, arch = model.layers[index].mlp, model.arch
-    if not isinstance(mixture, Mixture) or arch.experts is None:
+    if not isinstance(mixture, MoE) or arch.experts is None:
         return {}
     hidden, inner = arch.hidden_size, arch.experts.width
     return {
@@ -134,7 +134,7 @@ def _layer(model: Decoder, index: int, count: int) -> dict[str, str]:
             coded = takes_int8(linear) and (epilogue is not Epilogue.PLAIN or name in quantized)
             x = _rows(model, count, inputs)
             found[name] = explain(x, linear.tensors, linear.scheme, epilogue, coded=coded)
-    if isinstance(mixture := model.layers[index].mlp, Mixture):
+    if isinstance(mixture := model.layers[index].mlp, MoE):
         gate_up, down, top_k = mixture.gate_up, mixture.down, mixture.choose.rules.top_k
         said = experts.explain(residual, top_k, gate_up.tensors, down.tensors, gate_up.scheme)
         found |= zip(("expert gate_up", "expert down"), said, strict=True)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from qrt.definitions.rope import turn
+from qrt.definitions.rope import rotate
 from qrt.errors import QrtError
 from qrt.kernels.step import Chunks, PrefillMeta, StepMeta
 from qrt.layers.norm import normed
@@ -31,7 +31,7 @@ def fit_smoothing(model: Decoder, formats: Sequence[KVFormat]) -> list[Tensor]:
     `max_model_len`. QrtError when the model computes infinities or NaN on its own vocabulary.
     """
     arch = model.arch
-    count = min(TOKENS, arch.short_context or arch.max_position)
+    count = min(TOKENS, arch.long_rope_switch or arch.max_position)
     exact = [KV_FORMATS["fp16"]]  # layers run one after the other: each may use the slots of the last
     kv = KVStorage(exact, count, arch.num_kv_heads, arch.head_dim, model.dtype, model.device).layer(0)
     step = _prefill(model, count)
@@ -41,8 +41,8 @@ def fit_smoothing(model: Decoder, formats: Sequence[KVFormat]) -> list[Tensor]:
         attention, read = layer.attention, normed(layer.norms.attention_in, x)
         q, k, _ = attention.heads(attention.qkv(read), step)
         q = _sharing(model, q)
-        first = turn(k[:1].float(), rope, step.positions[:1])[0]
-        table = settle(fit(q, k, *rope, short_context=arch.short_context), first, formats[i])
+        first = rotate(k[:1].float(), rope, step.positions[:1])[0]
+        table = settle(fit(q, k, *rope, long_rope_switch=arch.long_rope_switch), first, formats[i])
         if not attention.scores.relative:  # a cap or a sink sees that all scores of a query move
             table[2] = 0
         tables.append(table)

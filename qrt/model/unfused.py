@@ -5,7 +5,7 @@ from __future__ import annotations
 from operator import attrgetter
 
 from qrt.layers.attention import Attention
-from qrt.layers.experts import ExpertLinear, Mixture
+from qrt.layers.experts import ExpertLinear, MoE
 from qrt.layers.linear import Linear
 from qrt.layers.mlp import MLP
 from qrt.layers.norm import LayerNorm, RMSNorm
@@ -19,7 +19,7 @@ KNOWN_PARTS: dict[str, tuple[type, ...]] = {
     "attention.o": (Linear,),
     "norms.attention_out": (RMSNorm, type(None)),
     "norms.mlp_in": (RMSNorm, LayerNorm, type(None)),
-    "mlp": (MLP, Mixture),
+    "mlp": (MLP, MoE),
     "mlp.gate_up": (Linear, ExpertLinear),
     "mlp.down": (Linear, ExpertLinear),
     "norms.mlp_out": (RMSNorm, type(None)),

@@ -9,7 +9,6 @@ from typing import Any
 
 from tqdm import tqdm
 
-from qrt.answers.pooling.collector import PooledCollector
 from qrt.answers.pooling.outputs import (
     ClassificationOutput,
     ClassificationRequestOutput,
@@ -21,6 +20,7 @@ from qrt.answers.pooling.outputs import (
     ScoringRequestOutput,
 )
 from qrt.answers.pooling.pairs import Pairs
+from qrt.answers.pooling.processor import PoolingProcessor
 from qrt.answers.pooling.task import vector_size, with_task
 from qrt.arch.pooling import Pooling
 from qrt.compat.fields import refuse_arguments
@@ -70,7 +70,7 @@ class PoolingCalls:
             text, ids, salt = prompt_parts(prompt)
             most = own.most_tokens(self.engine.max_model_len)
             encoded = encode(self.tokenizer, ids if ids is not None else text or "", own, most)
-            collectors.append(PooledCollector(self._next_id(), encoded, pooling, own, cache_salt=salt))
+            collectors.append(PoolingProcessor(self._next_id(), encoded, pooling, own, cache_salt=salt))
         return self._pool(collectors, use_tqdm)
 
     def embed(
@@ -138,7 +138,7 @@ class PoolingCalls:
             max_model_len=self.engine.max_model_len,
             template=chat_template,
         )
-        collectors = [PooledCollector(self._next_id(), ids, pooling, params) for ids in own.prompts]
+        collectors = [PoolingProcessor(self._next_id(), ids, pooling, params) for ids in own.prompts]
         found = self._pool(collectors, use_tqdm)
         scores = own.scores([one.data() for one in collectors])
         return [
@@ -151,7 +151,7 @@ class PoolingCalls:
             for places, score in zip(own.of_pair, scores, strict=True)
         ]
 
-    def _pool(self, collectors: Sequence[PooledCollector], use_tqdm: bool) -> list[Pooled]:
+    def _pool(self, collectors: Sequence[PoolingProcessor], use_tqdm: bool) -> list[Pooled]:
         """Run the requests of the collectors and return their results."""
         by_id = {collector.request_id: collector for collector in collectors}
         with self._running(by_id):
@@ -164,8 +164,8 @@ class PoolingCalls:
                 tqdm(total=len(collectors), desc="Processed prompts", disable=not use_tqdm) as bar,
             ):
                 for delta in self._deltas():
-                    if (gathered := by_id[delta.request_id].gather(delta)) is not None:
-                        by_id[delta.request_id].feed(gathered)
+                    if (gathered := by_id[delta.request_id].buffer(delta)) is not None:
+                        by_id[delta.request_id].process(gathered)
                         bar.update()
         return [collector.output() for collector in collectors]
 

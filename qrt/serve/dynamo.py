@@ -18,8 +18,8 @@ from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
-from qrt.answers.collector import RequestCollector
 from qrt.answers.output import TextDelta, TokenLogprobs
+from qrt.answers.processor import OutputProcessor
 from qrt.async_llm import AsyncLLM
 from qrt.cli import ArgumentParser, run_main
 from qrt.config import EngineConfig
@@ -69,7 +69,7 @@ class TokenEngine:
         """Keep the settings; `name` is the model's in requests. Nothing is loaded before `start`."""
         self.config, self.name = config, name
         self._llm: _TokenLLM | None = None
-        self._running: dict[str, RequestCollector] = {}  # by the id of Dynamo's context
+        self._running: dict[str, OutputProcessor] = {}  # by the id of Dynamo's context
 
     @classmethod
     async def from_args(cls, argv: list[str] | None = None) -> tuple[TokenEngine, Any]:
@@ -162,7 +162,7 @@ class TokenEngine:
 class _TokenLLM(AsyncLLM):
     """AsyncLLM for requests of Dynamo, whose tokens are read off the client."""
 
-    async def collector(self, request: Mapping[str, Any]) -> RequestCollector:
+    async def collector(self, request: Mapping[str, Any]) -> OutputProcessor:
         """Check a request and make its collector; ConfigError or UnsupportedError for a wrong one."""
         await self._start()
         _refuse_kinds(request)
@@ -218,7 +218,7 @@ def _refuse_kinds(request: Mapping[str, Any]) -> None:
         )
 
 
-def _chunk(delta: TextDelta, collector: RequestCollector, tokenizer: Tokenizer) -> dict[str, Any]:
+def _chunk(delta: TextDelta, collector: OutputProcessor, tokenizer: Tokenizer) -> dict[str, Any]:
     """Return what a step has added as Dynamo's GenerateChunk."""
 
     def by_id(entries: TokenLogprobs | None) -> dict[str, Any] | None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from qrt.text.parts import ContentText, Part, ReasoningText, joined
+from qrt.text.parts import AnswerPart, ContentText, ReasoningText, joined
 from qrt.text.reasoning import Reasoning
 from qrt.text.tokenizer import Tokenizer
 from qrt.text.tool_calls import ToolCall, ToolCallStream, ToolFormat
 from qrt.text.tool_calls.stream import Shown
 
-__all__ = ["AnswerFormat", "AnswerStream", "ContentText", "Part", "ReasoningText"]
+__all__ = ["AnswerFormat", "AnswerStream", "ContentText", "AnswerPart", "ReasoningText"]
 PIECE = 4096  # characters of a whole answer that are read at once
 
 
@@ -40,11 +40,11 @@ class AnswerFormat:
         """Begin to read an answer that comes in pieces."""
         return AnswerStream(self)
 
-    def split(self, text: str) -> list[Part]:
+    def split(self, text: str) -> list[AnswerPart]:
         """Split a whole answer; neighbouring texts of one kind are joined."""
         return joined(self.pieces(text))
 
-    def pieces(self, text: str) -> list[Part]:
+    def pieces(self, text: str) -> list[AnswerPart]:
         """Split a whole answer as a stream does."""
         stream = self.stream()
         parts = [
@@ -80,7 +80,7 @@ class AnswerStream:
         """The number of tokens of thinking so far."""
         return self._counter.count if self._counter else 0
 
-    def feed(self, text: str, token_ids: Sequence[int] = ()) -> list[Part]:
+    def feed(self, text: str, token_ids: Sequence[int] = ()) -> list[AnswerPart]:
         """Return the parts that are certain after some more text, and the tokens that have come with it."""
         if self._counter:
             self._counter.feed(token_ids)
@@ -89,16 +89,16 @@ class AnswerStream:
         self._seen += len(text)
         return self._with_calls([ContentText(text, self._seen)] if text else [])
 
-    def finish(self) -> list[Part]:
+    def finish(self) -> list[AnswerPart]:
         """Return what is held back, at the end of the answer."""
         parts = self._with_calls(self._split.finish()) if self._split else []
         if self._calls:
             parts += self._counted(self._placed(self._calls.finish()))
         return parts
 
-    def _with_calls(self, parts: Iterable[Part]) -> list[Part]:
+    def _with_calls(self, parts: Iterable[AnswerPart]) -> list[AnswerPart]:
         """Return the parts, with the calls that are in their content."""
-        found: list[Part] = []
+        found: list[AnswerPart] = []
         for part in parts:
             if self._calls and isinstance(part, ContentText):
                 self._searched += len(part.text)
@@ -108,11 +108,11 @@ class AnswerStream:
                 found.append(part)
         return self._counted(found)
 
-    def _counted(self, parts: list[Part]) -> list[Part]:
+    def _counted(self, parts: list[AnswerPart]) -> list[AnswerPart]:
         self.num_calls += sum(isinstance(part, ToolCall) for part in parts)
         return parts
 
-    def _placed(self, found: Iterable[Shown | ToolCall]) -> list[Part]:
+    def _placed(self, found: Iterable[Shown | ToolCall]) -> list[AnswerPart]:
         """Return the text around calls at its place in the answer, and the calls."""
         return [
             part if isinstance(part, ToolCall) else ContentText(str(part), part.end + self._shift)

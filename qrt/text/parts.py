@@ -23,12 +23,12 @@ class ContentText:
     end: int = field(default=-1, compare=False)
 
 
-Part = ReasoningText | ContentText | ToolCall
+AnswerPart = ReasoningText | ContentText | ToolCall
 
 
-def joined(parts: Iterable[Part]) -> list[Part]:
+def joined(parts: Iterable[AnswerPart]) -> list[AnswerPart]:
     """Join neighbouring texts of one kind."""
-    found: list[Part] = []
+    found: list[AnswerPart] = []
     for part in parts:
         last = found[-1] if found else None
         if isinstance(part, ContentText) and isinstance(last, ContentText):

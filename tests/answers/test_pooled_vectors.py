@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from qrt.answers.pooling.collector import PooledCollector
 from qrt.answers.pooling.pairs import Pairs
+from qrt.answers.pooling.processor import PoolingProcessor
 from qrt.answers.pooling.task import finish
 from qrt.arch.pooling import Pooling
 from qrt.engine.schedule.output import StepDelta
@@ -40,8 +40,8 @@ def test_results_are_tensors_as_in_vllm():
     for kind, wanted in (("last", VECTORS[0]), ("all", VECTORS)):
         pooling = Pooling("embed", kind, normalize=False)
         task = "token_embed" if kind == "all" else "embed"
-        collector = PooledCollector("r", [1], pooling, PoolingParams(task=task))
-        collector.feed(StepDelta("r", finish_reason=FinishReason.LENGTH, pooled=VECTORS.numpy()))
+        collector = PoolingProcessor("r", [1], pooling, PoolingParams(task=task))
+        collector.process(StepDelta("r", finish_reason=FinishReason.LENGTH, pooled=VECTORS.numpy()))
         assert torch.equal(collector.output().outputs.data, wanted)
 
 

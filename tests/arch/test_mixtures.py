@@ -176,7 +176,7 @@ def test_released_entries_of_mixtures_are_read():
     m2 = {"rotary_dim": 64, "use_qk_norm": True, "qk_norm_type": "per_layer", "use_routing_bias": True}
     m2 |= {"scoring_func": "sigmoid", "shared_intermediate_size": 0, "use_mtp": True, "num_mtp_modules": 3}
     own = read("MiniMaxM2", m2)
-    assert own.ropes["all"].turning == 64
+    assert own.ropes["all"].rotary_dim == 64
     assert own.ignored == ("model.layers.62.", "model.layers.63.", "model.layers.64.")
     for count in ({}, {"num_nextn_predict_layers": 1}, {"num_mtp_layers": 1}):
         assert read("Glm4Moe", {"head_dim": 128, **count}).ignored == ("model.layers.46.",)

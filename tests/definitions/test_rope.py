@@ -9,7 +9,7 @@ import transformers
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from qrt.arch.rope import RopeConfig
-from qrt.definitions.rope import channel_order, frequencies, rope_tables, tables_by_length, turn
+from qrt.definitions.rope import channel_order, frequencies, rope_tables, rotate, tables_by_length
 
 LLAMA3 = RopeConfig(500000.0, 128, "llama3", "halves", 8.0, 1.0, 4.0, 8192)
 YARN = RopeConfig(1e6, 64, "yarn", "halves", 4.0, 1.0, 32.0, 32768, length=1.1386)
@@ -44,7 +44,7 @@ def as_transformers(rope: RopeConfig) -> dict:
 @pytest.mark.parametrize("head_dim", [64, 80, 128])
 @pytest.mark.parametrize("kind", KINDS)
 def test_tables_are_those_of_transformers(kind, head_dim):
-    rope, positions = replace(KINDS[kind], turning=head_dim), 2000
+    rope, positions = replace(KINDS[kind], rotary_dim=head_dim), 2000
     config = transformers.LlamaConfig(
         hidden_size=4 * head_dim,
         num_attention_heads=4,
@@ -88,32 +88,32 @@ def dot_products(q, k, order):
     return torch.einsum("qhd,khd->hqk", q[..., order].double(), k[..., order].double())
 
 
-@pytest.mark.parametrize("turning", [16, 32, 64])
-def test_moved_channels_turn_as_neighbours_do(turning):
+@pytest.mark.parametrize("rotary_dim", [16, 32, 64])
+def test_moved_channels_turn_as_neighbours_do(rotary_dim):
     """Turned as complex numbers of neighbours, q k^T is what it is after moving and turning halves."""
     q, k = torch.randn(2, 9, 2, 64, generator=torch.Generator().manual_seed(3)).double()
-    rope = RopeConfig(10000.0, turning, pairs="neighbours")
+    rope = RopeConfig(10000.0, rotary_dim, pairs="neighbours")
     angles = torch.outer(torch.arange(9).double(), frequencies(rope))
     wheel = torch.polar(torch.ones_like(angles), angles)[:, None]
 
     def whole(x):
-        pairs = torch.view_as_complex(x[..., :turning].unflatten(-1, (-1, 2)).contiguous()) * wheel
-        return torch.cat((torch.view_as_real(pairs).flatten(-2), x[..., turning:]), -1)
+        pairs = torch.view_as_complex(x[..., :rotary_dim].unflatten(-1, (-1, 2)).contiguous()) * wheel
+        return torch.cat((torch.view_as_real(pairs).flatten(-2), x[..., rotary_dim:]), -1)
 
     tables, order = rope_tables(rope, 64, 9, torch.device("cpu")), channel_order(rope, 64)
-    ours = [turn(x[..., order].float(), tables, torch.arange(9)) for x in (q, k)]
+    ours = [rotate(x[..., order].float(), tables, torch.arange(9)) for x in (q, k)]
     everything = torch.arange(64)
     want = dot_products(whole(q), whole(k), everything)
     torch.testing.assert_close(dot_products(*ours, everything), want, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("turning", [16, 48])
-def test_channels_that_do_not_turn_keep_their_length(turning):
-    rope = RopeConfig(10000.0, turning, length=1.25)
+@pytest.mark.parametrize("rotary_dim", [16, 48])
+def test_channels_that_do_not_turn_keep_their_length(rotary_dim):
+    rope = RopeConfig(10000.0, rotary_dim, length=1.25)
     tables = rope_tables(rope, 64, 5, torch.device("cpu"))
     length = (tables.cos.square() + tables.sin.square()).sqrt()
-    torch.testing.assert_close(length[:, : turning // 2], torch.full((5, turning // 2), 1.25))
-    assert (length[:, turning // 2 :] == 1).all()
+    torch.testing.assert_close(length[:, : rotary_dim // 2], torch.full((5, rotary_dim // 2), 1.25))
+    assert (length[:, rotary_dim // 2 :] == 1).all()
     assert sorted(channel_order(rope, 64).tolist()) == list(range(64))
 
 

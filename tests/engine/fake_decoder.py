@@ -1,8 +1,8 @@
 """A decoder whose next token depends on every token of the context, as read back through the slot table.
 
-It stores token ids, positions and turns by slot where a real one stores K and V. The logits after a token are
-a hash of all tokens up to it, so a wrong slot, position, length or row changes what is generated, and
-`next_logits` says from the definition what the whole loop must produce.
+It stores token ids, positions and RoPE positions by slot where a real one stores K and V. The logits after a
+token are a hash of all tokens up to it, so a wrong slot, position, length or row changes what is generated,
+and `next_logits` says from the definition what the whole loop must produce.
 """
 
 from __future__ import annotations
@@ -76,10 +76,10 @@ class FakeDecoder:
     queries = Queries(1, 32)
     peers = None
 
-    def __init__(self, short_context: int = 0) -> None:
-        if short_context:
+    def __init__(self, long_rope_switch: int = 0) -> None:
+        if long_rope_switch:
             own = RopeConfig(
-                10000.0, 16, "longrope", original_max_position=short_context, short_factors=(2.0,) * 8
+                10000.0, 16, "longrope", original_max_position=long_rope_switch, short_factors=(2.0,) * 8
             )
             self.arch = replace(self.arch, ropes={"all": own})
         self.steps = 0
@@ -90,8 +90,8 @@ class FakeDecoder:
         self.steps += 1
         if not len(self.cache):
             self.cache = torch.full((kv.num_slots + 1, 3), -1)
-        turns = step.positions if step.turns is None else step.turns
-        self.cache[step.slots.long()] = torch.stack([step.tokens, step.positions, turns], 1)
+        rope_positions = step.positions if step.rope_positions is None else step.rope_positions
+        self.cache[step.slots.long()] = torch.stack([step.tokens, step.positions, rope_positions], 1)
         if self.steps in self.fail_at:
             raise RuntimeError("injected fault\nwith a second line")
         assert len(set(step.slots.tolist())) == len(step.slots) == len(step.tokens)
@@ -111,10 +111,10 @@ class FakeDecoder:
         return torch.cat(states)[:, None]
 
     def _context(self, step, row, length):
-        tokens, positions, turns = self.cache[step.slot_table[row, :length].long()].unbind(1)
+        tokens, positions, rope_positions = self.cache[step.slot_table[row, :length].long()].unbind(1)
         assert torch.equal(positions, torch.arange(int(length))), "a slot of another position"
-        first, short = int(turns[0]), self.arch.short_context
-        assert torch.equal(turns, positions + first), "K of two RoPE tables"
+        first, short = int(rope_positions[0]), self.arch.long_rope_switch
+        assert torch.equal(rope_positions, positions + first), "K of two RoPE tables"
         assert first == short if length > short else first in (0, short)
         return _states(tokens)
 
@@ -125,8 +125,8 @@ class FakeDecoder:
 class WindowedDecoder(FakeDecoder):
     """A FakeDecoder with a second layer, which slides a window; it fails if a token in a window is wrong."""
 
-    def __init__(self, window: int, short_context: int = 0) -> None:
-        super().__init__(short_context)
+    def __init__(self, window: int, long_rope_switch: int = 0) -> None:
+        super().__init__(long_rope_switch)
         self.window = window
         self.arch = replace(self.arch, layers=(Layer(), Layer(window=window)))
         self.seen = torch.empty(0)

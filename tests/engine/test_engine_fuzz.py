@@ -155,7 +155,7 @@ def check_order(engine, added):
     running = [key(request) for request in engine.scheduler.running]
     waiting = [key(request) for request in engine.scheduler.waiting]
     assert running == sorted(running) and waiting == sorted(waiting)
-    crosses = engine.model.arch.short_context
+    crosses = engine.model.arch.long_rope_switch
     assert by_priority or crosses or running + waiting == sorted(running + waiting)
 
 

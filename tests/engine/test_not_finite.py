@@ -6,8 +6,8 @@ import torch
 from fake_decoder import FakeDecoder, _states, fake_engine, greedy, run, tokens
 
 from qrt import LLM, SamplingParams
+from qrt.engine.schedule.logprobs import LogprobRows
 from qrt.engine.schedule.request import FinishReason
-from qrt.engine.schedule.scores import Scores
 from qrt.engine.step.graphs import TokenSteps
 from qrt.engine.step.logprobs import score
 from qrt.errors import QrtError
@@ -133,7 +133,7 @@ def test_a_model_whose_activations_are_nan(tmp_path_factory, device, kv, padded)
 def test_scores_without_faults_are_none():
     from qrt.engine.schedule.finite import prompt_fault, token_fault
 
-    sure = Scores(np.array([-np.inf], np.float32), np.ones(1, np.int64), *[np.empty((1, 0))] * 2)
+    sure = LogprobRows(np.array([-np.inf], np.float32), np.ones(1, np.int64), *[np.empty((1, 0))] * 2)
     assert token_fault(0, 1, sure) is None and prompt_fault(0, sure, np.zeros((1, 2))) is None
     assert "vector" in (prompt_fault(0, None, np.array([[1.0, np.inf]])) or "")
 

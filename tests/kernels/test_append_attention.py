@@ -29,7 +29,7 @@ class Step:
 
     def __init__(
         self, name, lens, Hq, Hkv, D, dtype, device, *, smooth=False, apart=False, norms=None,
-        first_turns=None,
+        rope_offsets=None,
     ):  # fmt: skip
         gen = torch.Generator().manual_seed(sum(lens) + D)
         self.held = held = cache(name, lens, Hkv, D, dtype, device)
@@ -41,11 +41,11 @@ class Step:
         if apart:  # q and k of their own, as behind norms over all heads
             self.parts = self.parts[0].contiguous(), self.parts[1].contiguous(), self.parts[2]
         angles = torch.arange(max(lens))[:, None] * 10000.0 ** (-torch.arange(0, D, 2) / D)
-        self.turns, at = None, held.kv_lens.long() - 1
-        if first_turns is not None:  # the rows of the tables at which the requests begin
+        self.rope_positions, at = None, held.kv_lens.long() - 1
+        if rope_offsets is not None:  # the rows of the tables at which the requests begin
             angles = torch.cat((angles, 0.3 * angles, 0.1 * angles))
-            at += torch.tensor(first_turns, device=device)
-            self.turns = at.int()
+            at += torch.tensor(rope_offsets, device=device)
+            self.rope_positions = at.int()
         self.turned_at = at
         self.cos, self.sin = angles.cos().to(device), angles.sin().to(device)
         self.smoothing = None
@@ -78,7 +78,7 @@ class Step:
         append(
             *self.parts, self.cos, self.sin, held.buffers, self.smoothing, held.slot_table, held.rows,
             held.kv_lens, parts, [out] if digits is None else [digits.codes, digits.facts], held.name,
-            q.shape[-1] ** -0.5, 0, 0.0, None, None, self.turns, 0, *self.norms,
+            q.shape[-1] ** -0.5, 0, 0.0, None, None, self.rope_positions, 0, *self.norms,
         )  # fmt: skip
         return out if digits is None else digits
 
@@ -195,8 +195,8 @@ def test_rows_without_tokens_store_nothing(device, append, write, name):
 @FORMATS
 def test_requests_turn_by_rows_of_their_own(device, append, write, name):
     """The tables hold three ways to turn, one behind the other; padding among the requests."""
-    first_turns = [70, 0, 140, 0, 140]
-    step = Step(name, [70, 3, 69, 5, 33], 4, 2, 64, SIXTEEN, device, smooth=True, first_turns=first_turns)
+    rope_offsets = [70, 0, 140, 0, 140]
+    step = Step(name, [70, 3, 69, 5, 33], 4, 2, 64, SIXTEEN, device, smooth=True, rope_offsets=rope_offsets)
     step.pad([3])
     check(step, append, write, [2, 1, 3, 1, 1])
 

@@ -4,16 +4,16 @@ import pytest
 import torch
 from attention_truth import attend, bound, error, whole_rotation
 
+from qrt.kernels.attention_rule import LOG2_E, AttentionRule
 from qrt.kernels.device import signs
 from qrt.kernels.gpu import is_hopper
 from qrt.kernels.prefill_attention import hopper_kernel, kernel
 from qrt.kernels.prefill_attention.hopper_kernel import fits, hopper_prefill
 from qrt.kernels.prefill_attention.tiles import Queries, plan_tiles
-from qrt.kernels.scores import LOG2_E, Scores
 from qrt.quant.kv import KV_FORMATS
 
 BF16, FP16 = torch.bfloat16, torch.float16
-PLAIN = Scores(1.0)
+PLAIN = AttentionRule(1.0)
 BEFORE, AFTER, UNUSED = 3, 2, 9  # tokens around the chunks, tiles behind theirs
 
 
@@ -55,7 +55,7 @@ class Chunks:
         hopper_prefill(
             self.q, self.k, self.v, self.cached_k, self.cached_v, self.tiles, self.start, self.cached_start,
             signs(D, out.device) if self.rotated else None, out,
-            Scores(D**-0.5 * LOG2_E, window, softcap=softcap * LOG2_E, sinks=sinks, segment=segment),
+            AttentionRule(D**-0.5 * LOG2_E, window, softcap=softcap * LOG2_E, sinks=sinks, segment=segment),
             self.attend_cache,
         )  # fmt: skip
         assert out[:BEFORE].isnan().all() and out[-AFTER:].isnan().all()
@@ -174,10 +174,10 @@ def test_what_the_copy_engine_cannot_read_does_not_fit(monkeypatch):
     assert not takes(between=4) and not takes(begin=4)
     other = torch.empty(2, 9, 64, dtype=BF16).transpose(0, 1)  # a token's heads apart
     here = torch.empty(9, 2, 64, dtype=BF16)
-    assert fits(here, here, here, PLAIN) and fits(here, here, here, Scores(1.0, 16, softcap=30.0))
-    assert fits(here, here, here, Scores(1.0, sinks=torch.ones(2), segment=16))
+    assert fits(here, here, here, PLAIN) and fits(here, here, here, AttentionRule(1.0, 16, softcap=30.0))
+    assert fits(here, here, here, AttentionRule(1.0, sinks=torch.ones(2), segment=16))
     assert not fits(other, here, here, PLAIN) and not fits(here, here, other, PLAIN)
-    assert not fits(here, here, here, Scores(1.0, slopes=torch.ones(2)))
+    assert not fits(here, here, here, AttentionRule(1.0, slopes=torch.ones(2)))
     monkeypatch.setattr(hopper_kernel, "is_hopper", lambda device: False)
     assert not takes()
 

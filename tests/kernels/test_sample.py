@@ -110,7 +110,7 @@ def test_the_best_word_of_ranks_holds_the_token(device, implementation, ranks):
     tables = parameters(6, device, [0.0, 1.0, 0.7] * 4)
     edges = [2000 // 8 * rank // ranks * 8 for rank in range(ranks + 1)]
     words = [
-        implementation.sample_words(logits[:, first:last], *tables, first)
+        implementation.packed_samples(logits[:, first:last], *tables, first)
         for first, last in zip(edges, edges[1:], strict=False)
     ]
     want = implementation.sample(logits, *tables, None)
@@ -174,7 +174,7 @@ def test_one_rank_s_nan_is_the_word_of_all(device, implementation):
     tables = parameters(4, device, [0.0, 1.0] * 4)
     logits[1, 900], logits[2, 3], logits[3] = float("nan"), INF, 3e38
     parts = (0, 800), (800, 1600)
-    words = [implementation.sample_words(logits[:, a:b], *tables, a) for a, b in parts]
+    words = [implementation.packed_samples(logits[:, a:b], *tables, a) for a, b in parts]
     tokens = token_of(torch.stack(words).amax(0))
     assert (tokens[1:3] == NOT_FINITE).all() and (tokens[[0, 3]] >= 0).all()
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from qrt.kernels.scores import Scores
+from qrt.kernels.attention_rule import AttentionRule
 from qrt.layers.attention import Attention, Heads
 from qrt.layers.linear import Linear
 from qrt.layers.norm import LayerNorm, RMSNorm, WholeNorm
@@ -23,7 +23,7 @@ class Doubled(RMSNorm):
 
 OTHERS = {
     "no norms": {"q_norm": None, "k_norm": None},
-    "behind RoPE": {"turned_first": (torch.full((9, DIM // 2), 0.6), torch.full((9, DIM // 2), 0.8))},
+    "behind RoPE": {"early_rope": (torch.full((9, DIM // 2), 0.6), torch.full((9, DIM // 2), 0.8))},
     "clipped": {"clip": 0.5},
     "q scaled by position": {"q_scale": torch.linspace(1.0, 2.0, 9)},
     "LayerNorm": {"q_norm": LayerNorm(WEIGHT, None, 1e-5), "k_norm": LayerNorm(WEIGHT, None, 1e-5)},
@@ -37,12 +37,12 @@ OTHERS = {
 def attention(**changes):
     norms = {"q_norm": RMSNorm(WEIGHT, 1e-5), "k_norm": RMSNorm(WEIGHT.flip(0), 1e-5)}
     linear = Linear.pack("fp16", WeightData(torch.eye(HEADS * DIM)), CPU, torch.float32)
-    return Attention(linear, linear, Heads(HEADS, KV_HEADS, DIM, Scores(1.0), **(norms | changes)))
+    return Attention(linear, linear, Heads(HEADS, KV_HEADS, DIM, AttentionRule(1.0), **(norms | changes)))
 
 
 def tokens():
     gen = torch.Generator().manual_seed(0)
-    step = SimpleNamespace(positions=torch.tensor([1, 5, 8]), turns=None)
+    step = SimpleNamespace(positions=torch.tensor([1, 5, 8]), rope_positions=None)
     return torch.randn(3, (HEADS + 2 * KV_HEADS) * DIM, generator=gen), step
 
 

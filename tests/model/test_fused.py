@@ -106,7 +106,7 @@ def called(monkeypatch):
 
     for module, operators in (
         (fused, ("chain", "from_attention", "to_attention", "append", "linear_act_int8")),
-        (merged, ("linear_shares", "linear_int8_shares", "add_normed")),
+        (merged, ("linear_partial", "linear_int8_partial", "add_normed")),
     ):
         for name in operators:
             monkeypatch.setattr(module, name, note(name, getattr(module, name)))
@@ -141,7 +141,7 @@ def test_layers_of_several_schemes(mix, config):
 def test_biases_are_added_once(scheme, called):
     """By a product that is neither split nor chained."""
     assert distance(make(scheme, config=BIASED, dtype=torch.bfloat16)) < 0.02
-    assert not called & {"chain", "linear_shares", "linear_int8_shares"}
+    assert not called & {"chain", "linear_partial", "linear_int8_partial"}
 
 
 @pytest.mark.usefixtures("as_on_a_hopper_gpu")
@@ -219,7 +219,7 @@ def test_other_layers_for_a_gpu_are_plain(name, scheme, called):
     summed = layer.parallel or (scheme == "w4a16" and layer.norms.mlp_in is None)  # without a norm or codes
     assert ("add_normed" in called) == summed
     if scheme == "w8a8":
-        assert ("linear_shares" in called) == (layer.attention.o.bias is None)
+        assert ("linear_partial" in called) == (layer.attention.o.bias is None)
 
 
 @pytest.mark.usefixtures("as_on_a_hopper_gpu")
@@ -286,7 +286,9 @@ def test_fused_for_a_gpu_is_plain(scheme, kv, called):
     bound = 0.02 if not rounds else 0.2 if "4" in kv else 0.06
     assert distance(make(scheme, dtype=torch.bfloat16), kv) < bound
     chained = {"chain"} if scheme in ("w4a16", "w8a16", "w4a8") else set()
-    int8 = {"linear_shares", "linear_int8_shares", "linear_act_int8"} if scheme in ("w8a8", "w4a8") else set()
+    int8 = (
+        {"linear_partial", "linear_int8_partial", "linear_act_int8"} if scheme in ("w8a8", "w4a8") else set()
+    )
     appended = {"append"} if KV_FORMATS[kv].appends else set()
     assert called == chained | int8 | appended
 

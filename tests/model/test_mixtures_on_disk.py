@@ -84,8 +84,8 @@ def test_phimoe_turns_long_requests_by_its_long_factors(length, monkeypatch, tmp
     config = MODELS["phimoe"].config | {"rope_parameters": rope}
     monkeypatch.setitem(MODELS, "phimoe", replace(MODELS["phimoe"], config=config))
     model = make("phimoe", tmp_path)
-    turning = model.model.rotary_emb
-    turning.rope_init_fn = lambda config: ROPE_INIT_FUNCTIONS["longrope"](config, None, seq_len=length)
+    rotary_dim = model.model.rotary_emb
+    rotary_dim.rope_init_fn = lambda config: ROPE_INIT_FUNCTIONS["longrope"](config, None, seq_len=length)
     tokens = prompt(length)
     got = Requests(ours(tmp_path), long=length > 24).run([(0, tokens)])[0]
     torch.testing.assert_close(got, model(input_ids=torch.tensor([tokens])).logits[0], rtol=1e-4, atol=1e-4)

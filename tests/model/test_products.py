@@ -106,7 +106,7 @@ def test_products_behind_a_norm_or_act_take_codes(monkeypatch, scheme, tokens, o
     plain = merged.linear_int8
     monkeypatch.setattr(merged, "linear_int8", lambda *args: called.append(args[2]) or plain(*args))
     sums = torch.empty(1, tokens, 4096, device=META)
-    for name in ("linear_shares", "linear_int8_shares"):
+    for name in ("linear_partial", "linear_int8_partial"):
         monkeypatch.setattr(merged, name, lambda *args: sums)
     residual = torch.empty(tokens, 4096, dtype=torch.bfloat16, device=META)
     layer.after_attention([torch.empty_like(residual)], residual, Links())
@@ -165,7 +165,7 @@ def test_epilogues_are_those_of_the_operators_that_run(monkeypatch, scheme, toke
     for name in ("linear_act", "linear_act_int8"):
         monkeypatch.setattr(fused, name, note(Epilogue.ACT_MUL, getattr(fused, name)))
     sums = torch.empty(1, tokens, 4096, device=META)  # torch cannot tell how many splits there are
-    for name in ("linear_shares", "linear_int8_shares"):
+    for name in ("linear_partial", "linear_int8_partial"):
         monkeypatch.setattr(merged, name, note(Epilogue.PARTIAL_SUMS, lambda *args: sums))
     residual = torch.empty(tokens, 4096, dtype=torch.bfloat16, device=META)
     layer.after_attention([torch.empty_like(residual)], residual, Links())

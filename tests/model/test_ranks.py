@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from hand_steps import Requests
-from qrt.arch.part import Part
 from qrt.arch.read import read_arch
+from qrt.arch.shard import Shard
 from qrt.errors import CheckpointError, ConfigError
 from qrt.model.loader import dummy_model, load_model
 from qrt.quant.checkpoint import open_checkpoint
@@ -125,7 +125,7 @@ def test_order_of_down_moves_into_gate_and_up(llama, tmp_path):
             assert down.perm.numel() == 0 and o.perm.numel() >= model.arch.num_heads * model.arch.head_dim
 
 
-def bytes_read(folder, part, monkeypatch):
+def bytes_read(folder, shard, monkeypatch):
     """The bytes of Linears that a rank reads, by the tensor."""
     read: dict[str, int] = {}
     own = Slices.tensor
@@ -137,7 +137,7 @@ def bytes_read(folder, part, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(Slices, "tensor", tensor)
-        load_model(folder, device=torch.device("cpu"), dtype=torch.float32, part=part)
+        load_model(folder, device=torch.device("cpu"), dtype=torch.float32, shard=shard)
     return read
 
 
@@ -150,7 +150,7 @@ def test_ranks_read_only_their_slices(llama, kind, tmp_path, monkeypatch):
         rounded(llama, kind, tmp_path / "q")
     folder = llama[0] if kind == "fp16" else tmp_path / "q"
     checkpoint = open_checkpoint(folder)
-    each = [bytes_read(folder, Part(rank, 4), monkeypatch) for rank in range(4)]
+    each = [bytes_read(folder, Shard(rank, 4), monkeypatch) for rank in range(4)]
     whole = ("weight_shape", "g_idx", "o_proj.bias", "down_proj.bias")
     for name in each[0]:
         if not name.endswith(whole):
@@ -162,7 +162,7 @@ def test_ranks_read_only_their_slices(llama, kind, tmp_path, monkeypatch):
 def test_dummy_ranks_are_as_large_as_loaded_ones(llama, scheme, group, tmp_path):
     folder = rounded(llama, scheme, tmp_path / "q", group)
     how = {"device": torch.device("cpu"), "dtype": torch.float32}
-    models = [dummy_model(open_checkpoint(folder), part=Part(rank, 4), **how) for rank in range(4)]
+    models = [dummy_model(open_checkpoint(folder), shard=Shard(rank, 4), **how) for rank in range(4)]
     for made, read in zip(models, loaded(folder, 4), strict=True):
         assert made.arch == read.arch
         assert [t.shape for t in made.parameters()] == [t.shape for t in read.parameters()]
@@ -188,8 +188,8 @@ def test_whole_sizes_are_checked_on_every_rank(llama, tmp_path):
     with pytest.raises(
         CheckpointError, match=r"gate_proj: expected shape \[1280, 128\], .* got \[640, 128\]"
     ):
-        load_model(checkpoint, device=torch.device("cpu"), dtype=torch.float32, part=Part(0, 2))
+        load_model(checkpoint, device=torch.device("cpu"), dtype=torch.float32, shard=Shard(0, 2))
     with pytest.raises(
         ConfigError, match="tensor_parallel_size: expected one of 1, 2, 4, got 8; LlamaForCausalLM"
     ):
-        load_model(folder, device=torch.device("cpu"), dtype=torch.float32, part=Part(0, 8))
+        load_model(folder, device=torch.device("cpu"), dtype=torch.float32, shard=Shard(0, 8))

@@ -23,7 +23,7 @@ CALLED = {
     "qrt.kernels.attention": ("kv_write", "decode_attention", "append_attention", "prefill_attention"),
     "qrt.layers.linear": ("linear",),
     "qrt.layers.norm": ("rmsnorm",),
-    "qrt.layers.experts": ("route", "experts", "experts_shares"),
+    "qrt.layers.experts": ("route", "experts", "experts_partial"),
     "qrt.model.fused": ("linear_act_int8", "act_mul", "act_mul_int8"),
     "qrt.model.merged": ("linear_int8", "add_normed", "add_rmsnorm", "add_rmsnorm_int8"),
     "qrt.kernels.chain": ("chain_op", "from_attention_op", "to_attention_op"),

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from qrt.arch.part import Part, channels
+from qrt.arch.shard import Shard, channels
 from qrt.quant.weight import WEIGHT_SCHEMES, WeightData
 from qrt.quant.weight.partition import inputs
 from random_weights import random_mxfp4, random_weight
@@ -35,7 +35,7 @@ def test_parts_compute_the_whole(seed):
     if draw(True, False):  # heads, else units of an mlp
         edges = [k * rank // ranks // 8 * 8 for rank in range(ranks)] + [k]
     else:
-        edges = [channels(k, Part(rank, ranks)).start for rank in range(ranks)] + [k]
+        edges = [channels(k, Shard(rank, ranks)).start for rank in range(ranks)] + [k]
     x = torch.randn(3, k, generator=random, dtype=torch.float64)
     want = x @ weight.dequantize().double().T
     parts, got = summed(weight, edges, x)

@@ -105,7 +105,7 @@ def test_the_shift_is_the_mean_over_positions_by_their_weight(short):
     q, k = sample(0, bias=3.0)
     slower = rope_tables(replace(CONFIG, theta=CONFIG.theta / 10), D, short, torch.device("cpu"))
     rope = [torch.cat(both) for both in zip(slower, ROPE, strict=True)]
-    q_gain, k_gain, shift = smoothing.fit(q, k, *rope, short_context=short)
+    q_gain, k_gain, shift = smoothing.fit(q, k, *rope, long_rope_switch=short)
     mean = torch.complex(*k.double().mean(0).chunk(2, -1))
     rows = [*range(short), *range(512)]  # the position of each row
     turned = sum(

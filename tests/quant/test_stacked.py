@@ -10,7 +10,7 @@ from mxfp4_files import MAGNITUDES, pack_mxfp4
 from qrt.errors import CheckpointError
 from qrt.quant.checkpoint import open_checkpoint
 from qrt.quant.checkpoint.cut import Cut
-from qrt.quant.checkpoint.folder import Expert
+from qrt.quant.checkpoint.folder import ExpertTensors
 from qrt.quant.spec import Codes
 
 E, N, K = 3, 160, 256
@@ -126,7 +126,7 @@ def mxfp4_entry(**changes):
 
 def test_only_one_expert_is_mapped(tmp_path):
     checkpoint = save(tmp_path / "m", {UP: torch.arange(float(E * N * K)).view(E, N, K)})
-    one = Expert(checkpoint, UP, checkpoint.names(), 2)
+    one = ExpertTensors(checkpoint, UP, checkpoint.names(), 2)
     assert one.names() == [f"{UP}.weight"] and one.num_bytes == 4 * N * K
     assert one.tensor(f"{UP}.weight").untyped_storage().nbytes() <= 4 * N * K + 2**16
     assert one.tensor(f"{UP}.weight")[0, 0] == 2 * N * K

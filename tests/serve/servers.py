@@ -14,7 +14,7 @@ import httpx
 from qrt import EngineConfig
 from qrt.engine.engine import Engine
 from qrt.serve.http.service import Service
-from qrt.serve.link.router import Router
+from qrt.serve.link.router import EngineRouter
 from qrt.serve.link.thread_client import ThreadClient
 from qrt.serve.processes.httpserver import HttpServer
 from qrt.serve.routes.app import create_app
@@ -55,7 +55,7 @@ class ThreadServer:
         self.tokenizer = Tokenizer(config.model)
         self.engine = Engine(config, eos_token_ids=self.tokenizer.eos_token_ids)
         server = ServerConfig(**{"model_names": ("tiny", "alias"), "api_keys": (KEY,), **settings})
-        self.service = Service(ThreadClient(Router(self.engine)), self.tokenizer, server)
+        self.service = Service(ThreadClient(EngineRouter(self.engine)), self.tokenizer, server)
         self.listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
         # as uvloop sets it for qrt-serve; a reply's second part would wait 40 ms for the client's ACK
         self.listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -86,9 +86,9 @@ def test_compose_and_prometheus(tmp_path):
 @pytest.mark.model
 def test_dashboard_uses_existing_metrics():
     from qrt import EngineConfig
-    from qrt.serve.link.router import Router
+    from qrt.serve.link.router import EngineRouter
 
-    router = Router(Engine(EngineConfig("tiny", kv_cache_memory_bytes=2**25)))
+    router = EngineRouter(Engine(EngineConfig("tiny", kv_cache_memory_bytes=2**25)))
     exported = set(re.findall(r"^# TYPE (qrt:\w+)", router.metrics.exposition().decode(), re.MULTILINE))
     exported |= {f"qrt:{name}_bucket" for name in HISTOGRAMS}
     board = json.loads((DEPLOY / "grafana" / "qrt.json").read_text())

@@ -16,7 +16,7 @@ class Requests:
     """Some requests of at most `max_len` tokens; the slots of each are scattered over the whole pool.
 
     attend_cache    as in PrefillMeta
-    long            whether they turn as requests beyond `Arch.short_context` do
+    long            whether they turn as requests beyond `Arch.long_rope_switch` do
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class Requests:
         config = model.arch
         self.model = model
         self.attend_cache = attend_cache
-        self.first_turn = config.short_context if long else 0
+        self.rope_offset = config.long_rope_switch if long else 0
         self.lengths = [0] * num
         formats = [KV_FORMATS[kv]] * config.num_layers
         self.storage = KVStorage(
@@ -71,7 +71,7 @@ class Requests:
             slot_table=self.slot_table,
             decode=self._decode(decodes) if decodes else None,
             prefill=self._prefill(len(decodes), chunks) if chunks else None,
-            turns=self._ints(positions) + self.first_turn if self.first_turn else None,
+            rope_positions=self._ints(positions) + self.rope_offset if self.rope_offset else None,
         )
 
     def _decode(self, rows: list[int]) -> DecodeMeta:

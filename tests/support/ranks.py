@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hand_steps import Requests
-from qrt.arch.part import Part
+from qrt.arch.shard import Shard
 from qrt.kernels.step import StepMeta
 from qrt.layers.attention import Attention
 from qrt.layers.norm import WholeNorm, normed
@@ -22,7 +22,7 @@ from qrt.model.loader import load_model
 def loaded(folder: Path, ranks: int, dtype: torch.dtype = torch.float32) -> list[Decoder]:
     """Load every rank's decoder of a folder."""
     cpu = torch.device("cpu")
-    return [load_model(folder, device=cpu, dtype=dtype, part=Part(rank, ranks)) for rank in range(ranks)]
+    return [load_model(folder, device=cpu, dtype=dtype, shard=Shard(rank, ranks)) for rank in range(ranks)]
 
 
 class Ranks:

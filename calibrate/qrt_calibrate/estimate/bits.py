@@ -20,7 +20,7 @@ from tqdm import tqdm
 from qrt.quant.weight import WEIGHT_SCHEMES
 from qrt_calibrate.estimate.budget import Budget, Settled, Unit
 from qrt_calibrate.model.executor import LayerExecutor
-from qrt_calibrate.recipe.recipe import Grid, Override
+from qrt_calibrate.recipe.recipe import LinearRecipe, Override
 from qrt_calibrate.rounding.fold import linear
 from qrt_calibrate.rounding.rtn import round_weight
 from qrt_calibrate.rounding.search import round_input
@@ -58,7 +58,11 @@ def allocate(executor: LayerExecutor, budget: Budget, windows: Tensor, dtype: to
 
 @torch.no_grad()
 def measure(
-    executor: LayerExecutor, units: list[Unit], grids: Mapping[int, Grid], windows: Tensor, dtype: torch.dtype
+    executor: LayerExecutor,
+    units: list[Unit],
+    grids: Mapping[int, LinearRecipe],
+    windows: Tensor,
+    dtype: torch.dtype,
 ) -> dict[tuple[int, int], float]:
     """Measure the KL divergence, nats per token, with one unit rounded: (number of the unit, bits) -> KL."""
     exact = executor.embed(windows)
@@ -82,7 +86,7 @@ def measure(
 
 
 def _rounded(
-    layer: nn.Module, parts: list[str], grid: Grid, dtype: torch.dtype, run: Callable[[], Tensor]
+    layer: nn.Module, parts: list[str], grid: LinearRecipe, dtype: torch.dtype, run: Callable[[], Tensor]
 ) -> Tensor:
     """Return the result of `run` while `parts` of `layer`, and their tokens, are rounded to nearest."""
     modules = [linear(layer, part) for part in parts]
@@ -116,7 +120,7 @@ def _cost(unit: Unit, width: int, wider: int) -> float:
 def spend(
     units: list[Unit],
     prices: Mapping[tuple[int, int], float],
-    grids: Mapping[int, Grid | None],
+    grids: Mapping[int, LinearRecipe | None],
     target_bits: float,
     settled: Settled,
 ) -> Allocation:

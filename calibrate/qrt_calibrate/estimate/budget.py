@@ -16,7 +16,7 @@ from qrt_calibrate.estimate.sizes import (
     output_bytes,
 )
 from qrt_calibrate.job.plan import Job
-from qrt_calibrate.recipe.recipe import Grid, Recipe, grid_of
+from qrt_calibrate.recipe.recipe import LinearRecipe, Recipe, grid_of
 from qrt_calibrate.recipe.selection import meant
 
 SLACK = 1e-9  # rounding error of sums, in bits per weight
@@ -62,7 +62,7 @@ class Budget:
     """
 
     units: list[Unit]
-    grids: dict[int, Grid | None]
+    grids: dict[int, LinearRecipe | None]
     settled: Settled
     bits: float
     rest_bytes: float
@@ -82,7 +82,7 @@ class Budget:
         """Bits per weight with all units unchanged."""
         return self.settled.average(self.units, [max(unit.sizes.values()) for unit in self.units])
 
-    def line(self, own: Grid) -> str:
+    def line(self, own: LinearRecipe) -> str:
         """Return a line for the screen, while nothing is chosen and all units have their `own` grid."""
         bits = (self.narrowest, self.bits)
         least, most = ((self.rest_bytes + self.weights * each / 8) / 1e9 for each in bits)
@@ -97,7 +97,9 @@ def budget_of(job: Job) -> Budget:
     """Return the choice that target_bits or max_size leaves; ConfigError if it leaves none."""
     recipe = job.recipe
     schemes = by_bits(WEIGHT_SCHEMES[recipe.scheme].int8_tokens)
-    grids: dict[int, Grid | None] = {bits: _grid(recipe.grid, schemes[bits], bits) for bits in schemes}
+    grids: dict[int, LinearRecipe | None] = {
+        bits: _grid(recipe.grid, schemes[bits], bits) for bits in schemes
+    }
     grids[SIXTEEN] = None
     units = _units(job, grids)
     if not units:
@@ -141,17 +143,17 @@ def _rounded_up(value: float) -> str:
     return f"{math.ceil(value / step - SLACK) * step:.6g}"
 
 
-def _grid(own: Grid, scheme: str, bits: int) -> Grid:
+def _grid(own: LinearRecipe, scheme: str, bits: int) -> LinearRecipe:
     """Return the grid at another width: the same group size if it has groups, symmetric if the width is 8."""
     if own.spec.bits == bits:
         return own
     symmetric, usual = own.spec.symmetric if bits < 8 else True, WEIGHT_SCHEMES[scheme].spec
     assert usual is not None
     size = None if usual.group_size is None else own.spec.group_size or -1
-    return Grid(scheme, grid_of(scheme, size, symmetric))
+    return LinearRecipe(scheme, grid_of(scheme, size, symmetric))
 
 
-def _units(job: Job, grids: Mapping[int, Grid | None]) -> list[Unit]:
+def _units(job: Job, grids: Mapping[int, LinearRecipe | None]) -> list[Unit]:
     """Return the fused Linears whose width neither --ignore nor an override decides."""
     patterns = (override.pattern for override in job.recipe.overrides)
     settled = {name for pattern in patterns for name in meant(job.arch, job.grids, pattern)}

@@ -21,7 +21,7 @@ from qrt_calibrate.model.executor import BATCH_TOKENS, LayerExecutor, read_layer
 from qrt_calibrate.model.head import PlainHead
 from qrt_calibrate.model.reference import mixture_of
 from qrt_calibrate.recipe.method import Method, Scales
-from qrt_calibrate.recipe.recipe import Grid
+from qrt_calibrate.recipe.recipe import LinearRecipe
 from qrt_calibrate.rounding.factor import Factor
 from qrt_calibrate.rounding.gptq import ROW_BLOCKS, block_width, round_columns
 from qrt_calibrate.rounding.grid import choose_grid
@@ -103,7 +103,7 @@ def _experts(arch: Arch, fused: str, every: bool) -> int:
     return 1 if every and fused.endswith("gate_up_proj") else arch.experts.count
 
 
-def _rounding(method: Method, grid: Grid, weight: Tensor, dtype: torch.dtype) -> float:
+def _rounding(method: Method, grid: LinearRecipe, weight: Tensor, dtype: torch.dtype) -> float:
     """Time the search and the rounding of one stack of weights [N, K]: slices of it, times their number."""
     spec = grid.spec
     rows, columns = weight.shape
@@ -128,7 +128,7 @@ def _candidates(scales: Scales) -> int:
     return {Scales.NONE: 0, Scales.AWQ: GRID, Scales.SMOOTHQUANT: 1 + len(STRENGTHS)}[scales]
 
 
-def _gptq(weight: Tensor, grid: Grid, dtype: torch.dtype, coupled: bool, refactored: bool) -> float:
+def _gptq(weight: Tensor, grid: LinearRecipe, dtype: torch.dtype, coupled: bool, refactored: bool) -> float:
     """Time a Hessian's factorization and the walk over the columns.
 
     refactored   the Hessian is factorized again after a fold

@@ -9,7 +9,7 @@ from qrt.quant.weight import WEIGHT_SCHEMES
 from qrt_calibrate.estimate.sizes import gigabytes, stored_bytes
 from qrt_calibrate.job.plan import Job
 from qrt_calibrate.model.untie import UntiedCheckpoint
-from qrt_calibrate.recipe.recipe import Grid
+from qrt_calibrate.recipe.recipe import LinearRecipe
 
 PARALLEL = (2, 4, 8)  # tensor-parallel sizes that are checked
 SHARE_BYTES = 10**9  # fewest weight bytes per GPU: with less, communication costs more than it gains
@@ -96,7 +96,7 @@ def _mixture(job: Job) -> list[str]:
     return found
 
 
-def _rounds_tokens(grid: Grid) -> bool:
+def _rounds_tokens(grid: LinearRecipe) -> bool:
     return WEIGHT_SCHEMES[grid.scheme].int8_tokens
 
 
@@ -120,7 +120,7 @@ def _stacks(config: Mapping[str, Any]) -> bool:
     return any(isinstance(step, MergeModulelist) for step in operations)
 
 
-def _split(job: Job, weights: Sequence[tuple[str, tuple[int, ...], Grid]], size: int) -> str | None:
+def _split(job: Job, weights: Sequence[tuple[str, tuple[int, ...], LinearRecipe]], size: int) -> str | None:
     """Say why `size` GPUs cannot share the first Linear that they cannot share; None if they share all."""
     config = job.arch
     if config.num_heads % size or config.num_kv_heads % size and size % config.num_kv_heads:

@@ -22,7 +22,7 @@ Shapes = Mapping[str, tuple[int, ...]]  # shapes of one layer's weights, by name
 
 
 @dataclass(frozen=True)
-class Preflight:
+class Estimate:
     """What a calibration takes and makes, before it runs.
 
     output_bytes        bytes of all tensors of the result
@@ -69,14 +69,14 @@ class Preflight:
         return [sizes, *(f"note: {finding}" for finding in self.findings)]
 
 
-def preflight(job: Job) -> Preflight:
+def preflight(job: Job) -> Estimate:
     """Estimate a job and find where its result will not load; no weight is read."""
     checkpoint, recipe, dtype = job.checkpoint, job.recipe, job.scale_dtype
     layers = [_layer_bytes(job, alike[0]) for alike in job.alike]
     working, replica = (max(sizes) for sizes in zip(*layers, strict=True))
     stream = partial(stream_bytes, seqlen=recipe.seqlen, hidden_size=job.arch.hidden_size)
     size = output_bytes(checkpoint, job.written, dtype)
-    return Preflight(
+    return Estimate(
         output_bytes=size,
         bits_per_weight=bits_per_weight(checkpoint, job.grids, dtype),
         working_bytes=working,

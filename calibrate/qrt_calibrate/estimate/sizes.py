@@ -11,13 +11,13 @@ from qrt.quant.checkpoint import Checkpoint
 from qrt.quant.checkpoint.layout import PackQuantized
 from qrt.quant.spec import TensorSpec
 from qrt.quant.weight import WEIGHT_SCHEMES
-from qrt_calibrate.recipe.recipe import Grid
+from qrt_calibrate.recipe.recipe import LinearRecipe
 
 COUNTED = "bits per weight, scales and zero points included, over all Linears in the layers"
 SHAPE_BYTES = 16  # bytes of the weight_shape that packed formats store
 
 
-def output_bytes(checkpoint: Checkpoint, written: Mapping[str, Grid], dtype: torch.dtype) -> int:
+def output_bytes(checkpoint: Checkpoint, written: Mapping[str, LinearRecipe], dtype: torch.dtype) -> int:
     """Return the bytes of all tensors once the Linears `written` are quantized, with scales in `dtype`."""
     size = checkpoint.num_bytes
     for name, grid in written.items():
@@ -26,13 +26,13 @@ def output_bytes(checkpoint: Checkpoint, written: Mapping[str, Grid], dtype: tor
     return size
 
 
-def stored_bytes(weight: TensorSpec, grid: Grid, dtype: torch.dtype) -> int:
+def stored_bytes(weight: TensorSpec, grid: LinearRecipe, dtype: torch.dtype) -> int:
     """Return the bytes of all tensors of one quantized Linear, its bias left out."""
     shape = SHAPE_BYTES if WEIGHT_SCHEMES[grid.scheme].stored == PackQuantized.name else 0
     return linear_bytes(weight, grid, dtype) + shape
 
 
-def linear_bytes(weight: TensorSpec, grid: Grid | None, dtype: torch.dtype) -> int:
+def linear_bytes(weight: TensorSpec, grid: LinearRecipe | None, dtype: torch.dtype) -> int:
     """Return the bytes of one Linear that `bits_per_weight` counts: codes, scales and zero points on `grid`.
 
     Without a grid the Linear stays unchanged, and its weight counts.
@@ -53,7 +53,9 @@ def linear_weights(checkpoint: Checkpoint, names: Iterable[str]) -> int:
     return sum(prod(checkpoint.spec(f"{name}.weight").shape) for name in names)
 
 
-def bits_per_weight(checkpoint: Checkpoint, grids: Mapping[str, Grid | None], dtype: torch.dtype) -> float:
+def bits_per_weight(
+    checkpoint: Checkpoint, grids: Mapping[str, LinearRecipe | None], dtype: torch.dtype
+) -> float:
     """Return the bits per weight of the result: `linear_bytes` over the weights of all Linears in the layers.
 
     Linears that stay unchanged count; embedding, head, norms, biases and routers do not.

@@ -28,7 +28,7 @@ from qrt_calibrate.model.spelled import SpelledCheckpoint, spelled_out
 from qrt_calibrate.model.untie import UntiedCheckpoint
 from qrt_calibrate.recipe.groups import check_groups, choose_groups
 from qrt_calibrate.recipe.method import Scales
-from qrt_calibrate.recipe.recipe import Grid, Recipe
+from qrt_calibrate.recipe.recipe import LinearRecipe, Recipe
 from qrt_calibrate.recipe.selection import matched, select
 from qrt_calibrate.rounding.rtn import round_weight
 from qrt_calibrate.tuning.training import Training
@@ -49,7 +49,7 @@ class Job:
     arch: Arch
     recipe: Recipe
     devices: tuple[torch.device, ...]
-    grids: dict[str, Grid | None]
+    grids: dict[str, LinearRecipe | None]
     notes: tuple[str, ...] = ()
 
     @property
@@ -64,12 +64,12 @@ class Job:
         return dtype
 
     @property
-    def quantized(self) -> dict[str, Grid]:
+    def quantized(self) -> dict[str, LinearRecipe]:
         """The Linears of the layers that are quantized."""
         return {name: grid for name, grid in self.grids.items() if grid is not None}
 
     @property
-    def written(self) -> dict[str, Grid]:
+    def written(self) -> dict[str, LinearRecipe]:
         """Everything that is written quantized: `quantized`, and the head if it is rounded."""
         head = self.recipe.head
         return self.quantized if head is None else {**self.quantized, self.arch.names.head: head}
@@ -124,7 +124,7 @@ class Job:
         """Return the full name of layer `index`."""
         return f"{self.arch.names.layers}.{index}"
 
-    def layer_grids(self, index: int) -> dict[str, Grid]:
+    def layer_grids(self, index: int) -> dict[str, LinearRecipe]:
         """Return the quantized Linears of layer `index`, by their names inside it, in fuse order."""
         prefix = f"{self.layer_name(index)}."
         return {n.removeprefix(prefix): grid for n, grid in self.quantized.items() if n.startswith(prefix)}
@@ -256,7 +256,7 @@ def _for_experts(recipe: Recipe, arch: Arch) -> Recipe:
     return replace(recipe, spec=replace(recipe.spec, symmetric=True))
 
 
-def _check_grid(grid: Grid, recipe: Recipe, dtype: torch.dtype) -> None:
+def _check_grid(grid: LinearRecipe, recipe: Recipe, dtype: torch.dtype) -> None:
     """Refuse a grid that the scheme's kernels do not run, rather than when the result is served."""
     if recipe.rules.scales is Scales.SMOOTHQUANT and not WEIGHT_SCHEMES[grid.scheme].int8_tokens:
         raise ConfigError(

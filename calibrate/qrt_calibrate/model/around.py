@@ -9,14 +9,14 @@ from torch import Tensor
 
 from qrt.arch import Arch
 from qrt.arch.layer import Reach
-from qrt.definitions.rope import RopeTables, rope_tables, turn
+from qrt.definitions.rope import RopeTables, rope_tables, rotate
 
 
 class Around(NamedTuple):
     """What a layer reads beside hidden states [B, T, H].
 
     positions   int64 [T]
-    rope        tables of these positions, or None: nothing turns
+    rope        tables of these positions, or None: nothing is rotated
     mask        which tokens a query attends, bool [T, T], or what is added to its scores, fp32 [Hq, T, T];
                 None: those up to itself
     q_scale     fp32 [T], what q is multiplied by, or None
@@ -63,6 +63,6 @@ def _mask(arch: Arch, reach: Reach, positions: Tensor) -> Tensor | None:
     return (-behind * slopes[:, None, None]).masked_fill(~seen, float("-inf"))
 
 
-def turned(x: Tensor, at: Around) -> Tensor:
-    """Return x [B, T, heads, D] turned by its positions."""
-    return x if at.rope is None else turn(x, at.rope, at.positions)
+def rotated(x: Tensor, at: Around) -> Tensor:
+    """Return x [B, T, heads, D] rotated by its positions."""
+    return x if at.rope is None else rotate(x, at.rope, at.positions)

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from qrt.errors import CheckpointError, UnsupportedError
 from qrt.quant.checkpoint import Checkpoint
-from qrt.quant.checkpoint.folder import WEIGHT, Expert, TensorFolder
-from qrt.quant.checkpoint.format import LEFT_OVER, PACKED, Kind, codes_of, kind_of, shape_of
+from qrt.quant.checkpoint.folder import WEIGHT, ExpertTensors, TensorFolder
+from qrt.quant.checkpoint.format import LEFT_OVER, PACKED, CodeKind, codes_of, kind_of, shape_of
 from qrt.quant.checkpoint.reader import is_unread
 from qrt.quant.spec import TensorSpec
 from qrt.quant.weight import WeightData
@@ -67,7 +67,7 @@ class DecodedCheckpoint(Checkpoint):
             )
         return self.base.tensor(name, *checks, **sizes)
 
-    def stack(self, stack: str, index: int = 0) -> Expert:
+    def stack(self, stack: str, index: int = 0) -> ExpertTensors:
         """Return the tensors of an expert as they are stored."""
         return self.base.stack(stack, index)
 
@@ -95,10 +95,10 @@ def without_entries(config: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def expect_floats(tensors: TensorFolder, module: str) -> Kind | None:
+def expect_floats(tensors: TensorFolder, module: str) -> CodeKind | None:
     """Return what the codes of `module` are, None where it is plain; UnsupportedError for integers."""
     kind = kind_of(tensors, module)
-    if kind is Kind.INTEGERS and (name := codes_of(tensors, module)) is not None:
+    if kind is CodeKind.INTEGERS and (name := codes_of(tensors, module)) is not None:
         raise UnsupportedError(
             f"{tensors.path}: {tensors.name_in_messages(name)}: expected 16-bit, fp8 or MXFP4 weights, got "
             "integers, already quantized; calibrate the unquantized model it was made from, or "
@@ -129,7 +129,7 @@ def _origin(base: Checkpoint) -> str:
     """Return what the weights of `base` are stored in."""
     specs = ((name, base.spec(name).dtype) for name in base.stored_names())
     kinds = {
-        Kind.FP8.value if dtype.itemsize == 1 and dtype.is_floating_point else Kind.MXFP4.value
+        CodeKind.FP8.value if dtype.itemsize == 1 and dtype.is_floating_point else CodeKind.MXFP4.value
         for name, dtype in specs
         if dtype.itemsize == 1
         and not name.endswith(LEFT_OVER)

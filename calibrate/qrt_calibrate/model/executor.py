@@ -16,7 +16,7 @@ from qrt.quant.checkpoint import Checkpoint
 from qrt.quant.checkpoint.format import is_finite
 from qrt_calibrate.model.around import Around, around
 from qrt_calibrate.model.head import HEAD_ROWS, AnyHead, Finish, PlainHead, unit_rows
-from qrt_calibrate.model.norms import Norm
+from qrt_calibrate.model.norms import ReferenceNorm
 from qrt_calibrate.model.reference import ReferenceLayer
 
 BATCH_TOKENS = 4096  # tokens a layer takes at a time: bounds the activations inside it
@@ -183,7 +183,7 @@ class LayerExecutor:
         """Return a norm outside the layers, in fp32."""
         held = {part: f"{name}.{part}" for part in ("weight", "bias")}
         held = {part: full for part, full in held.items() if self._checkpoint.has(full)}
-        norm = Norm(self._arch, self._arch.hidden_size, bias="bias" in held)
+        norm = ReferenceNorm(self._arch, self._arch.hidden_size, bias="bias" in held)
         tensors = {
             part: read(self._checkpoint, full).to(device, torch.float32) for part, full in held.items()
         }

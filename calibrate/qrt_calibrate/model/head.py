@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from qrt.quant.tokens import QuantizedTokens
 from qrt.quant.weight import WEIGHT_SCHEMES, WeightData
 from qrt.quant.weight.base import fuse
-from qrt_calibrate.recipe.recipe import Grid
+from qrt_calibrate.recipe.recipe import LinearRecipe
 from qrt_calibrate.rounding.rtn import for_writer, round_weight, split
 
 HEAD_ROWS = 16384  # rows that are rounded or multiplied at a time
 
 
-def round_head(weight: Tensor, grid: Grid, dtype: torch.dtype, device: torch.device) -> WeightData:
+def round_head(weight: Tensor, grid: LinearRecipe, dtype: torch.dtype, device: torch.device) -> WeightData:
     """Round `weight` [V, H] to `grid` on `device`, with scales in `dtype`; the result is on the CPU."""
     parts = (rows.to(device, torch.float32) for rows in weight.split(HEAD_ROWS))
     return fuse([for_writer(round_weight(part, grid.spec, dtype), None) for part in parts])
@@ -70,7 +70,7 @@ class PlainHead:
 class RoundedHead:
     """A head as it is stored, on `device`."""
 
-    def __init__(self, weight: WeightData, grid: Grid, device: torch.device) -> None:
+    def __init__(self, weight: WeightData, grid: LinearRecipe, device: torch.device) -> None:
         assert weight.scale is not None and weight.zero is None
         self._weight = replace(weight, values=weight.values.to(device), scale=weight.scale.to(device))
         self._int8_tokens = WEIGHT_SCHEMES[grid.scheme].int8_tokens

@@ -35,7 +35,7 @@ class Expert(nn.Module):
         return cast(Tensor, self.get_submodule(self._parts[2])(self.inside(x)))
 
 
-class Experts(nn.Module):
+class ReferenceExperts(nn.Module):
     """All experts of a layer, by their numbers; a token goes through those that are chosen for it."""
 
     def __init__(self, spec: Spec, hidden: int, act: str) -> None:
@@ -57,7 +57,7 @@ class Experts(nn.Module):
         return (each if self._on_input else each * weights[..., None]).sum(1)
 
 
-class Mixture(nn.Module):
+class ReferenceMoE(nn.Module):
     """The mixture of layer `index`, whose names begin with `prefix`."""
 
     def __init__(self, arch: Arch, index: int, prefix: str) -> None:
@@ -70,7 +70,7 @@ class Mixture(nn.Module):
             return f"{layer}{name}".removeprefix(prefix)
 
         self._experts, self._gate = inside(spec.module), inside(spec.gate)
-        nest(self, self._experts, Experts(spec, arch.hidden_size, arch.act))
+        nest(self, self._experts, ReferenceExperts(spec, arch.hidden_size, arch.act))
         nest(self, self._gate, nn.Linear(arch.hidden_size, spec.count, spec.gate_bias, device=META))
         self._correction = None if spec.correction is None else inside(spec.correction)
         if self._correction is not None:

@@ -13,7 +13,7 @@ from qrt.arch import Arch
 META = torch.device("meta")  # parameters have no memory until they are loaded
 
 
-class Norm(nn.Module):
+class ReferenceNorm(nn.Module):
     """A norm over the last dimension, of weight `shape`; `channels` reorder its weight as it is used."""
 
     channels: Tensor | None
@@ -45,7 +45,7 @@ class Norm(nn.Module):
 class _EachNorm(nn.Module):
     """Norms of one head each, in modules of their own."""
 
-    def __init__(self, norms: Sequence[Norm]) -> None:
+    def __init__(self, norms: Sequence[ReferenceNorm]) -> None:
         super().__init__()
         self.norms = nn.ModuleList(norms)
 
@@ -55,7 +55,7 @@ class _EachNorm(nn.Module):
         return torch.stack([norm(part) for norm, part in parts], -2)
 
 
-class _WholeNorm(Norm):
+class _WholeNorm(ReferenceNorm):
     """One norm over all heads of a token."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -68,11 +68,11 @@ def head_norm(arch: Arch, heads: int, bias: bool, channels: Tensor | None) -> nn
     dim = arch.head_dim
     match arch.qk_norm:
         case "modules":
-            return _EachNorm([Norm(arch, dim, channels=channels) for _ in range(heads)])
+            return _EachNorm([ReferenceNorm(arch, dim, channels=channels) for _ in range(heads)])
         case "each":
-            return Norm(arch, heads, dim, bias=bias, channels=channels)
+            return ReferenceNorm(arch, heads, dim, bias=bias, channels=channels)
         case "whole":
             if channels is not None:
                 channels = (torch.arange(heads, device=channels.device)[:, None] * dim + channels).flatten()
             return _WholeNorm(arch, heads * dim, bias=bias, channels=channels)
-    return Norm(arch, dim, bias=bias, channels=channels)
+    return ReferenceNorm(arch, dim, bias=bias, channels=channels)

@@ -16,10 +16,10 @@ from torch.nn import functional as F
 
 from qrt.arch import Arch
 from qrt.definitions.stacks import head_channels, stacks
-from qrt_calibrate.model.around import Around, turned
+from qrt_calibrate.model.around import Around, rotated
 from qrt_calibrate.model.blocks import Block, Mlp, nest, nest_parameter
-from qrt_calibrate.model.mixture import Mixture
-from qrt_calibrate.model.norms import Norm, head_norm
+from qrt_calibrate.model.mixture import ReferenceMoE
+from qrt_calibrate.model.norms import ReferenceNorm, head_norm
 
 ATTENTION, MLP = 0, 1  # the blocks of a layer whose mlp reads what attention has added
 
@@ -34,7 +34,7 @@ def _head_norms(arch: Arch) -> tuple[str, ...]:
     return () if arch.qk_norm in (None, "unit") else (arch.names.q_norm, arch.names.k_norm)
 
 
-class Attention(Block):
+class ReferenceAttention(Block):
     """The attention of layer `index`, whose names begin with `prefix`."""
 
     order: Tensor | None
@@ -47,7 +47,7 @@ class Attention(Block):
         self.add(self._o, prefix)
         order = self._qkv.order
         self.register_buffer("order", None if order is None else order.to(device), persistent=False)
-        self._after, self._unit = arch.turns_first, arch.qk_norm == "unit" and arch.layers[index].rope
+        self._after, self._unit = arch.qk_norm_after_rope, arch.qk_norm == "unit" and arch.layers[index].rope
         channels = head_channels(arch, index)
         channels = None if channels is None else channels.to(device)
         layer, self._norms = f"{arch.names.layers}.{index}.", list[str]()
@@ -68,7 +68,7 @@ class Attention(Block):
             heads = arch.num_heads, arch.num_kv_heads, arch.num_kv_heads
             parts = [*qkv.split([count * arch.head_dim for count in heads], -1)]
         q, k, v = (part.unflatten(-1, (-1, arch.head_dim)) for part in parts)
-        q, k = (turned(part, at) for part in (q, k)) if self._after else (q, k)
+        q, k = (rotated(part, at) for part in (q, k)) if self._after else (q, k)
         if self._norms:
             q, k = (self.get_submodule(name)(own) for name, own in zip(self._norms, (q, k), strict=True))
         if self._unit:
@@ -77,7 +77,7 @@ class Attention(Block):
             q, k, v = (part.clamp(-arch.clip, arch.clip) for part in (q, k, v))
         if at.q_scale is not None:
             q = q * at.q_scale[:, None, None]
-        q, k = (q, k) if self._after else (turned(part, at) for part in (q, k))
+        q, k = (q, k) if self._after else (rotated(part, at) for part in (q, k))
         return cast(Tensor, self.get_submodule(self._o.modules[0].removeprefix(self._prefix))(
             self._attended(q, k, v, at.mask)
         ))  # fmt: skip
@@ -116,12 +116,12 @@ class ReferenceLayer(nn.Module):
         attention = [*found["qkv"].modules, *found["o"].modules]
         attention += [f"{layer}{name}" for name in _head_norms(arch)]
         self.attend = self._placed(
-            layer, prefix := block_prefix(attention), Attention(arch, index, prefix, stored, device)
+            layer, prefix := block_prefix(attention), ReferenceAttention(arch, index, prefix, stored, device)
         )
         self.feed = self._feed(arch.at(index), index, layer)
         for name in (names.attention_in, names.attention_out, names.mlp_in, names.mlp_out):
             if name is not None:
-                nest(self, name, Norm(arch, arch.hidden_size, bias=f"{name}.bias" in stored))
+                nest(self, name, ReferenceNorm(arch, arch.hidden_size, bias=f"{name}.bias" in stored))
 
     def _feed(self, arch: Arch, index: int, layer: str) -> Reference:
         """Return the mlp of layer `index`, or its mixture."""
@@ -129,7 +129,7 @@ class ReferenceLayer(nn.Module):
         if spec is not None:
             own = [spec.module, *spec.routers, spec.correction, spec.shared]
             prefix = block_prefix([f"{layer}{name}" for name in own if name is not None])
-            return self._placed(layer, prefix, Mixture(arch, index, prefix))
+            return self._placed(layer, prefix, ReferenceMoE(arch, index, prefix))
         found = stacks(arch, index)
         mlp = [*found["gate_up"].modules, *found["down"].modules]
         mlp += [f"{layer}{arch.names.activation}"] if arch.act == "xielu" else []
@@ -175,9 +175,9 @@ class Reference:
         return cast(Tensor, self.module(*arguments))
 
 
-def mixture_of(layer: nn.Module) -> Mixture:
+def mixture_of(layer: nn.Module) -> ReferenceMoE:
     """Return the mixture of a sparse layer."""
-    return cast(Mixture, cast(ReferenceLayer, layer).feed.module)
+    return cast(ReferenceMoE, cast(ReferenceLayer, layer).feed.module)
 
 
 def block_prefix(modules: Sequence[str]) -> str:

@@ -17,7 +17,7 @@ UNQUANTIZED = "fp16"
 
 
 @dataclass(frozen=True)
-class Grid:
+class LinearRecipe:
     """How a Linear is quantized: the scheme it runs in, and the grid of its weight.
 
     group_open   the user named no group size, so `plan` chooses one that divides the inputs
@@ -42,7 +42,7 @@ class Override:
     """
 
     pattern: str
-    grid: Grid | None
+    grid: LinearRecipe | None
 
 
 @dataclass(frozen=True)
@@ -133,15 +133,15 @@ class Recipe:
             )
 
     @property
-    def grid(self) -> Grid:
+    def grid(self) -> LinearRecipe:
         """Grid of a Linear that no override matches."""
-        return Grid(self.scheme, self.spec, self.group_open)
+        return LinearRecipe(self.scheme, self.spec, self.group_open)
 
     @property
-    def head(self) -> Grid | None:
+    def head(self) -> LinearRecipe | None:
         """Grid of the head; None if it stays unquantized."""
         scheme, spec = head_grid(self.scheme, self.head_bits)
-        return None if spec is None else Grid(scheme, spec)
+        return None if spec is None else LinearRecipe(scheme, spec)
 
     @property
     def has_budget(self) -> bool:

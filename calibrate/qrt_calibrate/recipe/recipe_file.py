@@ -24,7 +24,7 @@ from qrt.registry import nearest
 from qrt_calibrate.recipe.method import METHODS, Scales
 from qrt_calibrate.recipe.recipe import (
     UNQUANTIZED,
-    Grid,
+    LinearRecipe,
     Override,
     Recipe,
     grid_of,
@@ -158,8 +158,8 @@ def _override(entry: Any) -> Override:
     return Override(entry["match"], _grid(rest))
 
 
-def _grid(entries: Mapping[str, Any]) -> Grid:
+def _grid(entries: Mapping[str, Any]) -> LinearRecipe:
     """Return the grid that some of the GRID entries ask for."""
     scheme = scheme_of(entries.get("bits"), entries.get("scheme"))
     spec = grid_of(scheme, entries.get("group_size"), entries.get("symmetric"))
-    return Grid(scheme, spec, spec.group_size is not None and "group_size" not in entries)
+    return LinearRecipe(scheme, spec, spec.group_size is not None and "group_size" not in entries)

@@ -10,10 +10,10 @@ from qrt.arch import Arch
 from qrt.errors import ConfigError
 from qrt.quant.module_names import REGEX, TOPS, below, names_of
 from qrt.registry import nearest
-from qrt_calibrate.recipe.recipe import Grid, Recipe
+from qrt_calibrate.recipe.recipe import LinearRecipe, Recipe
 
 
-def select(arch: Arch, recipe: Recipe, others: Collection[str] = ()) -> dict[str, Grid | None]:
+def select(arch: Arch, recipe: Recipe, others: Collection[str] = ()) -> dict[str, LinearRecipe | None]:
     """Return the grid of every Linear in the layers by full name, None where it stays unquantized.
 
     `others` are modules that are never quantized, which --ignore may mean too. Raises ConfigError: a pattern
@@ -33,9 +33,9 @@ def _layers(arch: Arch) -> Iterator[tuple[str, Arch]]:
         yield f"{arch.names.layers}.{index}", arch.at(index)
 
 
-def matched(arch: Arch, recipe: Recipe, others: Collection[str] = ()) -> dict[str, Grid | None]:
+def matched(arch: Arch, recipe: Recipe, others: Collection[str] = ()) -> dict[str, LinearRecipe | None]:
     """Return what `select` does, without its checks of what is left and of fused groups."""
-    grids: dict[str, Grid | None] = {
+    grids: dict[str, LinearRecipe | None] = {
         f"{layer}.{projection}": recipe.grid for layer, own in _layers(arch) for projection in own.projections
     }
     for override in recipe.overrides:
@@ -97,10 +97,10 @@ def _is_match(name: str, pattern: str) -> bool:
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
 
 
-def _check_fused(arch: Arch, grids: Mapping[str, Grid | None]) -> None:
+def _check_fused(arch: Arch, grids: Mapping[str, LinearRecipe | None]) -> None:
     """Raise ConfigError unless all parts of a fused Linear, and all experts of a layer, have one grid."""
     for layer, own in _layers(arch):
-        found: dict[Grid | None, str] = {}
+        found: dict[LinearRecipe | None, str] = {}
         for part in own.projections:
             if own.is_expert(part):
                 found.setdefault(grids[f"{layer}.{part}"], part)
@@ -120,5 +120,5 @@ def _check_fused(arch: Arch, grids: Mapping[str, Grid | None]) -> None:
                 )
 
 
-def _described(grid: Grid | None) -> str:
+def _described(grid: LinearRecipe | None) -> str:
     return grid.describe() if grid else "left as it is"

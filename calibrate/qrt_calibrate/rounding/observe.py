@@ -104,7 +104,7 @@ class Moments:
         self.hessian = zeros(in_features, in_features)
         self.drift = zeros(2, in_features if weight is None else len(weight), in_features)
         self._weight = weight
-        self._shares = [0.0, 0.0]
+        self._partial_sums = [0.0, 0.0]
 
     def add(
         self,
@@ -122,7 +122,7 @@ class Moments:
         stream    r and r' [T, N] of these tokens
         weights   [T, 1]: cost of a squared error in each token
         """
-        self._shares[half] += len(x) / total
+        self._partial_sums[half] += len(x) / total
         self.max_abs = torch.maximum(self.max_abs, x.abs().amax(0))
         if weights is not None:
             root = weights.sqrt()
@@ -144,7 +144,9 @@ class Moments:
         self.max_abs = torch.maximum(self.max_abs, other.max_abs.to(device))
         self.hessian += other.hessian.to(device)
         self.drift += other.drift.to(device)
-        self._shares = [own + more for own, more in zip(self._shares, other._shares, strict=True)]
+        self._partial_sums = [
+            own + more for own, more in zip(self._partial_sums, other._partial_sums, strict=True)
+        ]
 
     def divide(self, scales: Tensor) -> None:
         """Follow a fold that divides the input by `scales` [K]: H becomes D^-1 H D^-1."""
@@ -172,7 +174,11 @@ class Moments:
         if self._weight is None:  # such Linears have more outputs than inputs, so H^-1 is applied before W
             correction = weight @ correction
         del self.hessian, self.drift  # of many experts they take more than all else of the walk
-        size = float((correction[rows] * first.add_(second)).sum()) * self._shares[0] * self._shares[1]
+        size = (
+            float((correction[rows] * first.add_(second)).sum())
+            * self._partial_sums[0]
+            * self._partial_sums[1]
+        )
         return correction, min(1.0, max(0.0, agreed / size)) if size > 0 else 0.0
 
     def _pull(self, weight: Tensor, half: int, rows: slice) -> Tensor:

@@ -49,7 +49,7 @@ def search_progressive(
     for begin in range(0, len(weight), each):
         cost = None if importance is None else importance[begin : begin + each, None]
         blocks = weight[begin : begin + each].split(rows, 1)
-        found = [_Rows(block, cost, spec, dtype).best() for block in blocks]
+        found = [_RowBlock(block, cost, spec, dtype).best() for block in blocks]
         scales.append(torch.cat([scale for scale, _ in found], 1))
         zeros.append(torch.cat([zero for _, zero in found], 1))
     return torch.cat(scales).to(dtype), None if spec.symmetric else torch.cat(zeros)
@@ -102,7 +102,7 @@ def _products(device: torch.device) -> _Products:
     return _Products(own.float().to(device), places.to(device))
 
 
-class _Rows:
+class _RowBlock:
     """A block of rows, with M groups each, and the errors of groups at the products near them.
 
     fit       [..., N, M] the scale at which a group just fits

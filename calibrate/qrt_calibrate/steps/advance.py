@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from qrt.quant.weight import WEIGHT_SCHEMES
 from qrt_calibrate.model.executor import LayerExecutor
 from qrt_calibrate.model.streams import Share, Streams, drift_figures
-from qrt_calibrate.recipe.recipe import Grid
+from qrt_calibrate.recipe.recipe import LinearRecipe
 from qrt_calibrate.rounding.fold import linear
 from qrt_calibrate.rounding.rtn import on_device
 from qrt_calibrate.rounding.search import round_input
 from qrt_calibrate.steps.layer import LayerResult
 
 
-class Windows:
+class WindowStates:
     """The hidden states of the token ids `ids` [B, T] in `streams`, and the executor that runs layers."""
 
     def __init__(self, executor: LayerExecutor, streams: Streams, ids: Tensor) -> None:
@@ -26,7 +26,11 @@ class Windows:
 
     @torch.no_grad()
     def advance(
-        self, index: int, tensors: Mapping[str, Tensor], result: LayerResult, grids: Mapping[str, Grid]
+        self,
+        index: int,
+        tensors: Mapping[str, Tensor],
+        result: LayerResult,
+        grids: Mapping[str, LinearRecipe],
     ) -> None:
         """Run the exact layer and the rounded one.
 

@@ -13,7 +13,7 @@ from qrt.arch import Arch
 from qrt_calibrate.model.executor import LayerExecutor
 from qrt_calibrate.model.reference import ATTENTION, blocks
 from qrt_calibrate.model.streams import Share, Streams
-from qrt_calibrate.recipe.recipe import Grid
+from qrt_calibrate.recipe.recipe import LinearRecipe
 from qrt_calibrate.rounding.observe import input_and_output, inputs_of
 
 Parts = tuple[str, ...]  # names of Linears in a layer
@@ -32,13 +32,13 @@ class Stage:
     """
 
     parts: Parts
-    grid: Grid
+    grid: LinearRecipe
     in_attention: bool
     norm: str | None
     out_norm: str | None
 
 
-def stages(arch: Arch, grids: Mapping[str, Grid]) -> list[Stage]:
+def stages(arch: Arch, grids: Mapping[str, LinearRecipe]) -> list[Stage]:
     """Return the stages of a layer in the order they run, those that have a grid."""
     names = arch.names
     attention, mlp = (True, names.attention_in, names.attention_out), (False, names.mlp_in, names.mlp_out)

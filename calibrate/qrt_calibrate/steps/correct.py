@@ -15,7 +15,7 @@ from torch import Tensor
 
 from qrt.quant.weight import WeightData
 from qrt_calibrate.recipe.method import Method
-from qrt_calibrate.recipe.recipe import Grid
+from qrt_calibrate.recipe.recipe import LinearRecipe
 from qrt_calibrate.rounding.each import round_each
 from qrt_calibrate.rounding.factor import Factor
 from qrt_calibrate.rounding.gptq import round_columns
@@ -45,7 +45,7 @@ class Rounder:
         moments: Moments,
         factor: Factor | None,
         gradients: OutputMoments | None,
-        grid: Grid,
+        grid: LinearRecipe,
     ) -> WeightData:
         """Round stacked weights [N, K], whose input has `moments`, to `grid`.
 
@@ -67,7 +67,7 @@ class Rounder:
         weights: Iterator[Tensor],
         moments: Sequence[Moments],
         factors: Sequence[Factor | None],
-        grid: Grid,
+        grid: LinearRecipe,
     ) -> list[WeightData]:
         """Round several weights [N, K] of one shape, each with an input of its own, as `round` does."""
         known = [factor for factor in factors if factor is not None]

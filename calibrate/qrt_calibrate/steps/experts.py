@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from qrt_calibrate.model.mixture import Mixture
+from qrt_calibrate.model.mixture import ReferenceMoE
 from qrt_calibrate.model.reference import mixture_of
 from qrt_calibrate.model.streams import Share
 from qrt_calibrate.rounding.fold import linear
@@ -85,7 +85,7 @@ class Picker:
         self._others = (census.tokens - census.chosen).clamp(min=1).to(device)  # that choose another expert
         self._seen = torch.zeros_like(self._others)
 
-    def pick(self, mixture: Mixture, x: Tensor) -> Sequence[Tensor]:
+    def pick(self, mixture: ReferenceMoE, x: Tensor) -> Sequence[Tensor]:
         """Return for each expert the numbers of the tokens of x [T, H] that count for it, ascending."""
         if self._census.every:
             return [torch.arange(len(x), device=x.device)] * len(self._lacking)

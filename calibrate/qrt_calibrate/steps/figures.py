@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from qrt.quant.weight import WEIGHT_SCHEMES
-from qrt_calibrate.recipe.recipe import Grid
+from qrt_calibrate.recipe.recipe import LinearRecipe
 from qrt_calibrate.rounding.fold import linear
 from qrt_calibrate.rounding.observe import norm_weights
 from qrt_calibrate.rounding.rtn import round_weight
@@ -29,11 +29,11 @@ class Figures:
         self.notes[title] = max(value, self.notes.get(title, 0.0))
 
 
-def errors(bench: Bench, grids: Mapping[str, Grid], dtype: torch.dtype) -> dict[str, float]:
+def errors(bench: Bench, grids: Mapping[str, LinearRecipe], dtype: torch.dtype) -> dict[str, float]:
     """Return the error of the rounded layer, and the error of rounding the layer to nearest."""
     own = output_error(bench, bench.rounded)
     nearest = bench.load()
-    alike: dict[tuple[Grid, torch.Size], list[nn.Linear]] = {}
+    alike: dict[tuple[LinearRecipe, torch.Size], list[nn.Linear]] = {}
     for name, grid in grids.items():
         module = linear(nearest, name)
         alike.setdefault((grid, module.weight.shape), []).append(module)

@@ -17,7 +17,7 @@ from qrt.quant.weight import WEIGHT_SCHEMES, WeightData
 from qrt_calibrate.job.plan import Job
 from qrt_calibrate.model.executor import LayerExecutor
 from qrt_calibrate.model.streams import Streams
-from qrt_calibrate.recipe.recipe import Grid, Recipe
+from qrt_calibrate.recipe.recipe import LinearRecipe, Recipe
 from qrt_calibrate.rounding.factor import Factor
 from qrt_calibrate.rounding.fold import linear
 from qrt_calibrate.rounding.observe import Moments
@@ -92,7 +92,7 @@ class LayerWork:
         self._exact_folds = recipe.exact_folds  # the folded exact copy computes the same bits
         self._done: dict[str, WeightData] = {}
 
-    def quantize(self, grids: Mapping[str, Grid]) -> dict[str, WeightData]:
+    def quantize(self, grids: Mapping[str, LinearRecipe]) -> dict[str, WeightData]:
         """Round the Linears that have a grid, in the order they run."""
         bench, arch = self._bench, self._bench.arch
         found = stages(arch, grids)
@@ -185,7 +185,7 @@ class LayerWork:
 
 
 def round_to_nearest(
-    tensors: Mapping[str, Tensor], grids: Mapping[str, Grid], dtype: torch.dtype, device: torch.device
+    tensors: Mapping[str, Tensor], grids: Mapping[str, LinearRecipe], dtype: torch.dtype, device: torch.device
 ) -> LayerResult:
     """Round a layer's Linears to nearest, one after the other, without activations."""
     wrong = size = 0.0
@@ -214,7 +214,9 @@ def _finished(
     return found
 
 
-def _remaining(bench: Bench, grids: Mapping[str, Grid], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _remaining(
+    bench: Bench, grids: Mapping[str, LinearRecipe], tensors: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
     """Return the layer's other stored tensors, as folded: those that belong to no quantized Linear."""
     own = {f"{name}.{part}" for name in grids for part in ("weight", "bias")}
     now = bench.rounded.state_dict()

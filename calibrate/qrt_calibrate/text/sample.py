@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from typing import Any
 
-from qrt.text.data.rows import Row
+from qrt.text.data.rows import DataRow
 
 
 @dataclass(frozen=True)
@@ -19,19 +19,19 @@ class Sample:
     whole   whether the sample is all of the data
     """
 
-    rows: list[Row]
+    rows: list[DataRow]
     seen: int
     whole: bool
 
 
-def take(rows: Iterable[Row], budget: int, seed: int, limit: int | None = None) -> Sample:
+def take(rows: Iterable[DataRow], budget: int, seed: int, limit: int | None = None) -> Sample:
     """Take a random sample of rows with at least `budget` characters in all, or all rows if they have less.
 
     Every row gets a random number from `seed`, and the rows with the smallest numbers are kept. So a larger
     budget keeps all rows of a smaller one. Reading ends after `limit` characters.
     """
     numbers = random.Random(seed)
-    kept: list[tuple[float, int, int, Row]] = []  # a heap, the largest number first
+    kept: list[tuple[float, int, int, DataRow]] = []  # a heap, the largest number first
     seen = held = passed = 0
     whole = True
     for row in rows:

@@ -19,7 +19,7 @@ from qrt.errors import CheckpointError, ConfigError
 from qrt.gc import garbage_left
 from qrt.model_files import hub
 from qrt.text.data.files import find_files, is_known
-from qrt.text.data.rows import Row, read_rows
+from qrt.text.data.rows import DataRow, read_rows
 from qrt.text.data.texts import Render, Texts
 from qrt.text.tokenizer import Tokenizer
 from qrt_calibrate.recipe.recipe import Recipe
@@ -58,7 +58,7 @@ class Source:
     """
 
     name: str
-    rows: Callable[[], Iterable[Row]]
+    rows: Callable[[], Iterable[DataRow]]
     files_left_out: Mapping[str, int] = field(default_factory=dict)
     remote: bool = False
 
@@ -97,7 +97,7 @@ def read_texts(calib: str | None, tokenizer: Tokenizer | None) -> tuple[list[str
 
 def cut_windows(texts: Sequence[str], tokenizer: Tokenizer, count: int, seqlen: int, seed: int) -> Tensor:
     """Return token ids int64 [count, seqlen] of windows of the texts; see `choose_windows`."""
-    rows = [Row(text, "the texts", number) for number, text in enumerate(texts, 1)]
+    rows = [DataRow(text, "the texts", number) for number, text in enumerate(texts, 1)]
     return choose_windows(lambda: rows, None, tokenizer, count, seqlen, seed).ids
 
 
@@ -122,8 +122,8 @@ def open_source(calib: str | None, seed: int) -> Source:
     return Source(calib, lambda: _numbered(_dataset(calib, seed), calib), remote=True)
 
 
-def _numbered(values: Iterable[Any], name: str) -> Iterator[Row]:
-    return (Row(value, name, number) for number, value in enumerate(values, 1))
+def _numbered(values: Iterable[Any], name: str) -> Iterator[DataRow]:
+    return (DataRow(value, name, number) for number, value in enumerate(values, 1))
 
 
 def _say_left_out(source: Source, texts: Texts) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from qrt.errors import ConfigError
-from qrt.text.data.rows import Row, pieces
+from qrt.text.data.rows import DataRow, pieces
 from qrt.text.data.texts import Render, Texts
 from qrt.text.tokenizer import Tokenizer
 from qrt_calibrate.text.sample import Sample, take
@@ -22,7 +22,7 @@ READ = 4  # remote data are read up to this many times the size of the sample
 BATCH = 2**18  # characters that all cores tokenize at once
 BETWEEN = "\n\n"  # stands between two texts
 
-Read = Callable[[], Iterable[Row]]
+Read = Callable[[], Iterable[DataRow]]
 
 
 @dataclass(frozen=True)

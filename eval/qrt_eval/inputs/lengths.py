@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qrt.errors import ConfigError
-from qrt.text.data.rows import Row, read_rows
+from qrt.text.data.rows import DataRow, read_rows
 from qrt.text.tokenizer import Tokenizer
 from qrt_eval.inputs.prompts import INPUT_LEN, OUTPUT_LEN, open_file, read_prompts
 
@@ -35,7 +35,7 @@ Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Request:
+class LoadRequest:
     """Hold the token ids of a prompt, and how many tokens to decode."""
 
     ids: list[int]
@@ -61,13 +61,15 @@ class Lengths(ABC):
     def facts(self) -> dict[str, Any]:
         """Return `distribution` and its parameters, for the result file."""
 
-    def requests(self, count: int, seed: int, vocab: int | Sequence[int]) -> list[Request]:
+    def requests(self, count: int, seed: int, vocab: int | Sequence[int]) -> list[LoadRequest]:
         """Return `count` requests of random tokens: ids below `vocab`, or from the ids that `vocab` lists."""
         random = np.random.default_rng(seed)
         pairs = self.draw(count, random)
         ids = random.choice(vocab, pairs[:, 0].sum())
         parts = np.split(ids, pairs[:-1, 0].cumsum())
-        return [Request(part.tolist(), out) for part, out in zip(parts, pairs[:, 1].tolist(), strict=True)]
+        return [
+            LoadRequest(part.tolist(), out) for part, out in zip(parts, pairs[:, 1].tolist(), strict=True)
+        ]
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,7 @@ class Listed(Lengths):
         return {"distribution": "listed", "rows": len(self._pairs)}
 
 
-class Texts(Lengths):
+class GivenPrompts(Lengths):
     """Take given prompts in order, and repeat them as needed. All have the same output length."""
 
     def __init__(self, name: str, prompts: Sequence[list[int]], output_len: int) -> None:
@@ -168,8 +170,8 @@ class Texts(Lengths):
     def facts(self) -> dict[str, Any]:
         return {"distribution": "prompts", "rows": len(self._prompts), "output_len": self._output_len}
 
-    def requests(self, count: int, seed: int, vocab: int | Sequence[int]) -> list[Request]:
-        return [Request(ids, self._output_len) for ids in islice(cycle(self._prompts), count)]
+    def requests(self, count: int, seed: int, vocab: int | Sequence[int]) -> list[LoadRequest]:
+        return [LoadRequest(ids, self._output_len) for ids in islice(cycle(self._prompts), count)]
 
 
 def parse(word: str) -> Lengths | None:
@@ -201,7 +203,7 @@ def sources(arguments: Namespace, words: Sequence[str], tokenizer: Callable[[], 
         refuse_beside_lengths(arguments, "prompts", "input_len")
         size = arguments.output_len or OUTPUT_LEN
         found = [parse(word) or _texts("--lengths", word, tokenizer(), size) for word in words]
-        if arguments.output_len and not any(isinstance(lengths, Texts) for lengths in found):
+        if arguments.output_len and not any(isinstance(lengths, GivenPrompts) for lengths in found):
             raise ConfigError(
                 "--output-len: expected a file of prompts in --lengths, got none; leave the flag out"
             )
@@ -227,11 +229,11 @@ def refuse_beside_lengths(arguments: Namespace, *names: str) -> None:
             raise ConfigError(f"{flag}: expected --lengths or {flag}, got both; leave one out")
 
 
-def _texts(flag: str, path: str, tokenizer: Tokenizer, output_len: int) -> Texts:
-    return Texts(path, read_prompts(flag, path, tokenizer), output_len)
+def _texts(flag: str, path: str, tokenizer: Tokenizer, output_len: int) -> GivenPrompts:
+    return GivenPrompts(path, read_prompts(flag, path, tokenizer), output_len)
 
 
-def _pair(row: Row) -> tuple[int, int]:
+def _pair(row: DataRow) -> tuple[int, int]:
     """Return the input and output length of a row."""
     found = []
     for key in ("input_len", "output_len"):

@@ -12,9 +12,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from qrt.arch.rope import first_turn
+from qrt.arch.rope import rope_offset
 from qrt.errors import ConfigError
-from qrt.kernels.step import Chunks, Places, PrefillMeta, StepMeta
+from qrt.kernels.step import Chunks, KVPlaces, PrefillMeta, StepMeta
 from qrt.llm import LLM
 
 CHUNK_TOKENS = 2048  # tokens of a step; attention reads the earlier ones from the cache
@@ -53,10 +53,10 @@ class PromptReader:
         chunk = Chunks([0], [end - start], [start], self.model.queries, attend_cache=True)
         prefill = PrefillMeta.of(chunk, self.model.device)  # request 0 has its position p in slot p
         positions = self._slots[start:end]
-        turns = positions + first_turn(len(tokens), self.model.arch.short_context)
-        windows = [Places(ring[start:end], ring[None]) for ring in self._rings]
+        rope_positions = positions + rope_offset(len(tokens), self.model.arch.long_rope_switch)
+        windows = [KVPlaces(ring[start:end], ring[None]) for ring in self._rings]
         step = StepMeta(tokens[start:end], positions, positions, self._slots[None], None, prefill)
-        return replace(step, turns=turns, windows=windows)
+        return replace(step, rope_positions=rope_positions, windows=windows)
 
 
 def scored_states(reader: PromptReader, ids: tuple[int, ...], first: int) -> Tensor:

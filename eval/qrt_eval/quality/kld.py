@@ -29,8 +29,8 @@ from qrt_eval.quality.divergence import Positions
 from qrt_eval.quality.forward import PromptReader, scored_states
 from qrt_eval.quality.partial import UNKEPT, PartialResult, cut_of
 from qrt_eval.quality.ppl import check_finite, same_tokenizer
-from qrt_eval.quality.protocol import PROTOCOLS, Gptq, Loss, Window, cut
-from qrt_eval.quality.reference import Reference
+from qrt_eval.quality.protocol import PROTOCOLS, GptqProtocol, Loss, Window, cut
+from qrt_eval.quality.reference import ReferenceLogprobs
 from qrt_eval.results.console import show
 from qrt_eval.results.record import checkpoint_sha256, model_facts, save, text_facts
 
@@ -61,7 +61,7 @@ def run(arguments: Namespace) -> None:
     if arguments.base_file:
         check_alone(arguments)
     else:
-        arguments.protocol = arguments.protocol or Gptq.name
+        arguments.protocol = arguments.protocol or GptqProtocol.name
     partial = PartialResult(arguments.json)
     base = base_reference(arguments, partial)
     if arguments.save_base:
@@ -119,7 +119,7 @@ def reader_model(model: str, kv: str, dtype: str, longest: int | None) -> LLM:
     return LLM(model, kv=kv, dtype=dtype, max_model_len=longest, **settings)
 
 
-def base_reference(arguments: Namespace, partial: PartialResult) -> Reference:
+def base_reference(arguments: Namespace, partial: PartialResult) -> ReferenceLogprobs:
     """Return the baseline's distributions, read from --base-file or computed with --baseline-kv.
 
     The baseline is --baseline or the first --model. If they are not to be saved, only the windows that
@@ -161,7 +161,7 @@ def compute_reference(
     facts: dict[str, Any],
     chunk: int,
     needed: Container[int] | None = None,
-) -> Reference:
+) -> ReferenceLogprobs:
     """Run a baseline over `windows`, or over those that are `needed`; keep its head and hidden states.
 
     QrtError if they are not finite.
@@ -174,12 +174,12 @@ def compute_reference(
     for states in hidden:
         if states is not None:
             check_finite(llm, states)
-    return Reference(facts, windows, hidden, head)
+    return ReferenceLogprobs(facts, windows, hidden, head)
 
 
 def diverge(
     llm: LLM,
-    base: Reference,
+    base: ReferenceLogprobs,
     top_p: float,
     worst: int,
     chunk: int,
@@ -230,7 +230,7 @@ def diverge(
 
 
 def window_positions(
-    reader: PromptReader, base: Reference, window: Window, states: Tensor, top_p: float
+    reader: PromptReader, base: ReferenceLogprobs, window: Window, states: Tensor, top_p: float
 ) -> Positions:
     """Compare all scored positions of one window, with the logits of some rows at a time."""
     model, rows = reader.model, max(1, LOGITS_BYTES // 8 // len(base.head))
@@ -244,7 +244,7 @@ def window_positions(
     return Positions.concat(parts)
 
 
-def _perplexities(base: Reference, parts: Sequence[Positions]) -> dict[str, float]:
+def _perplexities(base: ReferenceLogprobs, parts: Sequence[Positions]) -> dict[str, float]:
     """Return both perplexities, averaged as the protocol does."""
     chosen = PROTOCOLS[base.facts["protocol"]]
 
@@ -256,7 +256,9 @@ def _perplexities(base: Reference, parts: Sequence[Positions]) -> dict[str, floa
     return {"ppl": ppl("nll"), "base_ppl": ppl("base_nll")}
 
 
-def worst_positions(llm: LLM, base: Reference, positions: Positions, count: int) -> list[dict[str, Any]]:
+def worst_positions(
+    llm: LLM, base: ReferenceLogprobs, positions: Positions, count: int
+) -> list[dict[str, Any]]:
     """Return the `count` positions with the largest KL above NOISE.
 
     Each says where it is, which text stands before it, and what each model expected.
@@ -286,7 +288,7 @@ def release() -> None:
         torch.cuda.empty_cache()
 
 
-def print_tables(base: Reference, results: Sequence[Divergence], top_p: float) -> None:
+def print_tables(base: ReferenceLogprobs, results: Sequence[Divergence], top_p: float) -> None:
     """Print a row per model and KV format, then the worst positions of each."""
     facts, run = base.facts, base.facts["run"]
     title = (

@@ -48,7 +48,7 @@ def run(arguments: Namespace) -> None:
     for length in arguments.context:
         for kind in SHARPNESS:
             generator = torch.Generator().manual_seed(arguments.seed)
-            made = Heads.make(kind, heads, kv_heads, arguments.head_dim, generator)
+            made = SyntheticHeads.make(kind, heads, kv_heads, arguments.head_dim, generator)
             table, first = (x.to(device) for x in fitted(made, generator))
             drawn = (made.queries(QUERIES, generator), made.keys(length, generator))
             values = torch.randn(length, kv_heads, arguments.head_dim, generator=generator)
@@ -66,7 +66,7 @@ def run(arguments: Namespace) -> None:
 
 
 @dataclass(frozen=True)
-class Heads:
+class SyntheticHeads:
     """Hold synthetic attention heads, which draw q [n, Hq, D] and k [n, Hkv, D] any number of times.
 
     spread, constant   [Hkv, D] standard deviation and mean of K's channels
@@ -78,7 +78,9 @@ class Heads:
     groups: int
 
     @classmethod
-    def make(cls, kind: str, heads: int, kv_heads: int, dim: int, generator: torch.Generator) -> Heads:
+    def make(
+        cls, kind: str, heads: int, kv_heads: int, dim: int, generator: torch.Generator
+    ) -> SyntheticHeads:
         """Make heads of a kind of SHARPNESS."""
         spread = torch.ones(kv_heads, dim)
         for head in range(kv_heads):
@@ -99,7 +101,7 @@ class Heads:
         return torch.randn(count, *spread.shape, generator=generator) / spread * self.sharpness
 
 
-def fitted(heads: Heads, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def fitted(heads: SyntheticHeads, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Return a sample's smoothing table fp32 [3, Hkv, D], without RoPE, and its first K [Hkv, D]."""
     cos = torch.ones(1, heads.spread.shape[1] // 2)
     q, k = heads.queries(SAMPLE_TOKENS, generator), heads.keys(SAMPLE_TOKENS, generator)

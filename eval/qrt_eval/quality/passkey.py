@@ -39,7 +39,7 @@ ANSWER_TOKENS = 16  # enough for the key in any tokenizer
 
 
 @dataclass(frozen=True)
-class Trial:
+class PasskeyTrial:
     """Hold one prompt and the ids of the keys that may follow it, the true one first."""
 
     prompt: list[int]
@@ -95,7 +95,7 @@ def measure(llm: LLM, length: int, depth: float, trials: int, seed: int) -> dict
     }
 
 
-def make_trials(llm: LLM, length: int, depth: float, trials: int, seed: int) -> Iterator[Trial]:
+def make_trials(llm: LLM, length: int, depth: float, trials: int, seed: int) -> Iterator[PasskeyTrial]:
     """Yield prompts of exactly length - ANSWER_TOKENS tokens: task, filler with a needle in it, question."""
     tokenizer = llm.tokenizer
 
@@ -115,7 +115,7 @@ def make_trials(llm: LLM, length: int, depth: float, trials: int, seed: int) -> 
         text = (filler * (room // len(filler) + 1))[:room]
         at = round(depth * room)
         prompt = head + text[:at] + needle + text[at:] + question
-        yield Trial(prompt, [encode(f" {key}") for key in keys], str(keys[0]))
+        yield PasskeyTrial(prompt, [encode(f" {key}") for key in keys], str(keys[0]))
 
 
 def print_table(model: str, cells: list[dict[str, Any]]) -> None:

@@ -104,7 +104,7 @@ def total(losses: Sequence[Loss]) -> Loss:
     )
 
 
-class Gptq(Protocol):
+class GptqProtocol(Protocol):
     """Cut the text into disjoint windows of `seqlen`; drop the tail.
 
     The text is tokenized once, so a BOS stands only at its very start. Positions 1.. of each window are
@@ -279,7 +279,7 @@ def _long_enough(tokens: Tokens, seqlen: int, wanted: int) -> None:
         )
 
 
-PROTOCOLS: dict[str, Protocol] = {p.name: p for p in (Gptq(), LlamaCpp(), LmEval(), Sliding())}
+PROTOCOLS: dict[str, Protocol] = {p.name: p for p in (GptqProtocol(), LlamaCpp(), LmEval(), Sliding())}
 
 
 def cut(

@@ -30,7 +30,7 @@ KEY = "qrt_reference"
 
 
 @dataclass(frozen=True)
-class Reference:
+class ReferenceLogprobs:
     """Hold the distributions of one model over `windows`.
 
     facts     the model, the text and the protocol
@@ -87,8 +87,8 @@ def head_of(llm: LLM) -> Tensor:
     return head.tensors[0]
 
 
-def load(path: str | Path, device: torch.device) -> Reference:
-    """Read a file that `Reference.save` wrote; ConfigError if it is something else."""
+def load(path: str | Path, device: torch.device) -> ReferenceLogprobs:
+    """Read a file that `ReferenceLogprobs.save` wrote; ConfigError if it is something else."""
     if not Path(path).is_file():
         raise ConfigError(
             f"--base-file: expected a file of qrt-eval kld --save-base, got {path}, which does not exist"
@@ -104,4 +104,4 @@ def load(path: str | Path, device: torch.device) -> Reference:
     for length, first, num_bytes in sizes:
         windows.append(Window(tuple(ids[start : start + length]), first, num_bytes))
         start += length
-    return Reference(facts, windows, hidden.split([w.num_scored for w in windows]), head.to(device))
+    return ReferenceLogprobs(facts, windows, hidden.split([w.num_scored for w in windows]), head.to(device))

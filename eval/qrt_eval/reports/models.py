@@ -33,7 +33,7 @@ NEEDED: dict[str, dict[str, Any]] = {  # entries without which a family has no d
 }
 
 
-class Row(NamedTuple):
+class ModelRow(NamedTuple):
     """What is true of one architecture.
 
     name        as in config.json
@@ -72,7 +72,7 @@ def markdown() -> Iterator[str]:
         yield f"| {' | '.join(row.cells())} |"
 
 
-def rows() -> list[Row]:
+def rows() -> list[ModelRow]:
     """Return a row for each architecture of the registry, from its config's defaults, by its last layer."""
     log = logging.getLogger("qrt.model.fused")
     level = log.level
@@ -83,11 +83,11 @@ def rows() -> list[Row]:
         log.setLevel(level)
 
 
-def _row(name: str) -> Row:
+def _row(name: str) -> ModelRow:
     arch = read_arch({"architectures": [name], **NEEDED.get(name, {})}, name)
     calibrated = uncalibrated(arch) is None
     part = unfused_part(_small(arch))
-    return Row(name, "fused" if part is None else part.removeprefix("layer 0: "), calibrated)
+    return ModelRow(name, "fused" if part is None else part.removeprefix("layer 0: "), calibrated)
 
 
 def _small(arch: Arch) -> Decoder:

@@ -15,7 +15,7 @@ from qrt.engine.schedule.output import StepDelta
 from qrt.errors import QrtError
 from qrt.gc import short_collections
 from qrt.request.sampling import SamplingParams
-from qrt_eval.inputs.lengths import Request
+from qrt_eval.inputs.lengths import LoadRequest
 
 
 @dataclass
@@ -58,7 +58,7 @@ class Feed:
 @short_collections()
 def feed(
     engine: Engine,
-    requests: Sequence[Request],
+    requests: Sequence[LoadRequest],
     in_flight: int | None = None,
     *,
     first: int = 0,
@@ -104,7 +104,7 @@ def step(engine: Engine) -> list[StepDelta]:
 
 
 def _add(
-    engine: Engine, waiting: Iterator[tuple[int, Request]], lengths: dict[str, int], in_flight: int | None
+    engine: Engine, waiting: Iterator[tuple[int, LoadRequest]], lengths: dict[str, int], in_flight: int | None
 ) -> int:
     """Hand in requests until `in_flight` are there; return how many."""
     count = len(lengths)

@@ -32,7 +32,7 @@ from qrt_eval.results.console import show
 from qrt_eval.results.record import engine_facts, save
 from qrt_eval.speed.feed import Feed, feed
 from qrt_eval.speed.latency import build_engine, described, weight_bytes
-from qrt_eval.speed.workload import Load, all_at_once, in_batches, warmup
+from qrt_eval.speed.workload import Workload, all_at_once, in_batches, warmup
 
 BATCHES = [1, 8, 32]  # the default of --batch
 ENGINE_FLAGS = ("max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization", "enforce_eager")
@@ -110,7 +110,7 @@ def limits_of(engine: Engine) -> dict[str, int]:
     }
 
 
-def measure(engine: Engine, load: Load, repeats: int) -> dict[str, Any]:
+def measure(engine: Engine, load: Workload, repeats: int) -> dict[str, Any]:
     """Run a load and return the row of the repeat with the median rate."""
     feed(engine, warmup(engine, load), load.in_flight)  # compiles kernels; not reported
     bar = tqdm(range(repeats), unit="run", desc=load.name, disable=not sys.stderr.isatty())
@@ -122,7 +122,7 @@ def measure(engine: Engine, load: Load, repeats: int) -> dict[str, Any]:
     return load.about | figures(engine, load, run) | {"repeats": [rate(load, run) for run in runs]}
 
 
-def rate(load: Load, run: Feed) -> float:
+def rate(load: Workload, run: Feed) -> float:
     """Return the rate that counts.
 
     With --lengths it is output tokens per second, in the window if there is one; with --batch, all tokens per
@@ -134,7 +134,7 @@ def rate(load: Load, run: Feed) -> float:
     return part.output_tokens / part.seconds
 
 
-def figures(engine: Engine, load: Load, run: Feed) -> dict[str, Any]:
+def figures(engine: Engine, load: Workload, run: Feed) -> dict[str, Any]:
     """Return the figures of one run."""
     total, window = run.total, run.window
     length = total.kv_tokens / max(1, total.output_tokens)

@@ -18,7 +18,7 @@ import numpy as np
 
 from qrt.engine.engine import Engine
 from qrt.errors import ConfigError
-from qrt_eval.inputs.lengths import Fixed, Lengths, Request, facts_of
+from qrt_eval.inputs.lengths import Fixed, Lengths, LoadRequest, facts_of
 
 WARMUP_TOKENS = 4  # that each request of the warm-up decodes
 WARMUP_PROMPT_TOKENS = 2**18  # most tokens of all prompts of the warm-up together
@@ -29,7 +29,7 @@ FULL = 0.98  # share of the pool that a steady load's first requests take; the e
 
 
 @dataclass(frozen=True)
-class Load:
+class Workload:
     """Hold requests, and say how they are handed in.
 
     about           entry of the row: its batch size or its lengths
@@ -39,7 +39,7 @@ class Load:
     """
 
     about: dict[str, Any]
-    requests: Sequence[Request]
+    requests: Sequence[LoadRequest]
     in_flight: int | None = None
     first: int = 0
     window_seconds: float = math.inf
@@ -49,15 +49,15 @@ class Load:
         return f"batch {self.in_flight}" if self.in_flight else str(self.about["lengths"]["name"])
 
 
-def in_batches(engine: Engine, lengths: Lengths, batch: int, arguments: Namespace) -> Load:
+def in_batches(engine: Engine, lengths: Lengths, batch: int, arguments: Namespace) -> Workload:
     """Return the load that keeps `batch` requests in flight."""
     count = arguments.num_prompts or PROMPTS_PER_SLOT * batch
-    return Load(
+    return Workload(
         {"batch": batch}, lengths.requests(count, arguments.seed, engine.model.arch.vocab_size), batch
     )
 
 
-def all_at_once(engine: Engine, lengths: Lengths, arguments: Namespace) -> Load:
+def all_at_once(engine: Engine, lengths: Lengths, arguments: Namespace) -> Workload:
     """Return the load that hands in all requests at once; a steady one if a window is wanted.
 
     ConfigError if a steady load has fewer than twice the requests that run at once.
@@ -78,7 +78,7 @@ def all_at_once(engine: Engine, lengths: Lengths, arguments: Namespace) -> Load:
         step_tokens = engine.scheduler.limits.max_num_batched_tokens
         requests = begun(requests, at_once, step_tokens, seed, vocab)
     seconds = arguments.window_seconds or WINDOW_SECONDS
-    return Load({"lengths": about}, requests, None, at_once if steady else 0, seconds)
+    return Workload({"lengths": about}, requests, None, at_once if steady else 0, seconds)
 
 
 def running_at_once(engine: Engine, input_len: float, output_len: float) -> int:
@@ -93,7 +93,9 @@ def running_at_once(engine: Engine, input_len: float, output_len: float) -> int:
     return max(1, int(min(limits.max_num_seqs, fit, fed)))
 
 
-def begun(requests: Sequence[Request], first: int, step_tokens: int, seed: int, vocab: int) -> list[Request]:
+def begun(
+    requests: Sequence[LoadRequest], first: int, step_tokens: int, seed: int, vocab: int
+) -> list[LoadRequest]:
     """Return the requests, with the `first` ones in the middle of their outputs.
 
     When the last of these decodes, they are spread evenly over their outputs, the first one at the end.
@@ -108,18 +110,18 @@ def begun(requests: Sequence[Request], first: int, step_tokens: int, seed: int, 
         age = request.output_len * (first - index - 0.5) / first
         done = max(0, int(age - steps))
         ids = request.ids + random.integers(0, vocab, done).tolist()
-        found[index] = Request(ids, request.output_len - done)
+        found[index] = LoadRequest(ids, request.output_len - done)
         steps += len(ids) / max(1, step_tokens - index)
     return found
 
 
-def warmup(engine: Engine, load: Load) -> list[Request]:
+def warmup(engine: Engine, load: Workload) -> list[LoadRequest]:
     """Return the first requests of the load, as many as run at once, with their outputs cut short."""
     most = load.in_flight or engine.scheduler.limits.max_num_seqs
-    found: list[Request] = []
+    found: list[LoadRequest] = []
     room = WARMUP_PROMPT_TOKENS
     for request in load.requests[:most]:
         if found and (room := room - len(request.ids)) < 0:
             break
-        found.append(Request(request.ids, min(request.output_len, WARMUP_TOKENS)))
+        found.append(LoadRequest(request.ids, min(request.output_len, WARMUP_TOKENS)))
     return found

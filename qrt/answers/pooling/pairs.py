@@ -8,7 +8,7 @@ import numpy as np
 
 from qrt.answers.pooling.task import LEAST_LENGTH
 from qrt.arch.pooling import Pooling
-from qrt.engine.schedule.scores import Floats
+from qrt.engine.schedule.logprobs import Floats
 from qrt.errors import ConfigError
 from qrt.request.pooling import PoolingParams
 from qrt.text.pooling_inputs import encode

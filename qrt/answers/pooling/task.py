@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from qrt.arch.pooling import Pooling
-from qrt.engine.schedule.scores import Vectors
+from qrt.engine.schedule.logprobs import Vectors
 from qrt.errors import ConfigError
 from qrt.request.pooling import PoolingParams
 

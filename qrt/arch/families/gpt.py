@@ -66,7 +66,7 @@ def gptj(c: Entries) -> Arch:
         down="mlp.fc_out", mlp_in="ln_1",
     )  # fmt: skip
     arch = plain(c, names=names, parallel=True, qkv_bias=False, o_bias=False, head_bias=True)
-    turned = replace(arch.ropes["all"], turning=positive(c, "rotary_dim"), pairs="neighbours")
+    turned = replace(arch.ropes["all"], rotary_dim=positive(c, "rotary_dim"), pairs="neighbours")
     return replace(arch, ropes={"all": turned})
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from qrt.arch.base import Arch, Names, Norm
 from qrt.arch.entries import MAX_LAYERS, Entries, expect, number, positive
-from qrt.arch.experts import Experts, Router, Stacked
+from qrt.arch.experts import Experts, RouterConfig, Stacked
 from qrt.arch.families.llama import llama, sparse, windows
 
 DEFAULTS: dict[str, Any] = {
@@ -46,7 +46,7 @@ def gpt_oss(c: Entries) -> Arch:
     )  # fmt: skip
     experts = Experts(
         positive(c, "num_experts", most=MAX_LAYERS), arch.intermediate_size,
-        Router(positive(c, "num_experts_per_tok"), "top"), stacked=Stacked(transposed=True, pairs=True),
+        RouterConfig(positive(c, "num_experts_per_tok"), "top"), stacked=Stacked(transposed=True, pairs=True),
         bias=True, gate="mlp.router", gate_bias=True,
     )  # fmt: skip
     return sparse(arch, experts)

@@ -120,7 +120,7 @@ def sparse(
 
 
 def neighbours(arch: Arch) -> Arch:
-    """Return `arch` with RoPE that turns neighbouring channels."""
+    """Return `arch` with RoPE that rotates neighbouring channels."""
     return replace(arch, ropes={key: replace(own, pairs="neighbours") for key, own in arch.ropes.items()})
 
 

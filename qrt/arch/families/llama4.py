@@ -6,7 +6,7 @@ from typing import Any
 
 from qrt.arch.base import Arch, Names
 from qrt.arch.entries import MAX_LAYERS, Entries, number, positive, typed
-from qrt.arch.experts import Experts, Router, Stacked
+from qrt.arch.experts import Experts, RouterConfig, Stacked
 from qrt.arch.families.llama import full, llama, neighbours, sparse
 from qrt.arch.layer import Layer, QScale
 from qrt.errors import CheckpointError, UnsupportedError
@@ -50,7 +50,7 @@ def llama4(c: Entries) -> Arch:
     width = positive(c, "intermediate_size")
     experts = Experts(
         positive(c, "num_experts", most=MAX_LAYERS), width,
-        Router(positive(c, "num_experts_per_tok"), "sigmoid", on_input=True), "feed_forward.experts",
+        RouterConfig(positive(c, "num_experts_per_tok"), "sigmoid", on_input=True), "feed_forward.experts",
         stacked=Stacked(transposed=True), gate="feed_forward.router", shared="feed_forward.shared_expert",
         shared_width=width,
     )  # fmt: skip

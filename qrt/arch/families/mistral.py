@@ -7,7 +7,7 @@ from typing import Any
 
 from qrt.arch.base import Arch
 from qrt.arch.entries import MAX_LAYERS, Entries, number, positive
-from qrt.arch.experts import Experts, Router
+from qrt.arch.experts import Experts, RouterConfig
 from qrt.arch.families.llama import llama, sparse, windows
 from qrt.arch.layer import QScale
 from qrt.arch.rope import parameters
@@ -65,7 +65,7 @@ def mixtral(c: Entries) -> Arch:
     experts = Experts(
         positive(c, "num_local_experts", most=MAX_LAYERS),
         arch.intermediate_size,
-        Router(positive(c, "num_experts_per_tok"), "top"),
+        RouterConfig(positive(c, "num_experts_per_tok"), "top"),
         **MIXTRAL,
     )
     return sparse(arch, experts)

@@ -11,7 +11,7 @@ from typing import Any
 
 from qrt.arch.base import Arch, Names
 from qrt.arch.entries import MAX_LAYERS, MAX_SIZE, Entries, expect, number, positive, typed
-from qrt.arch.experts import Experts, Router, Stacked
+from qrt.arch.experts import Experts, RouterConfig, Stacked
 from qrt.arch.families.llama import each, full, llama, sparse, windows
 from qrt.arch.families.mistral import MIXTRAL, UNBIASED
 from qrt.arch.families.others import ernie, granite, hunyuan
@@ -53,7 +53,7 @@ def _corrected(c: Entries, arch: Arch) -> Arch:
     expect(c, "moe_layer_freq", 1)
     expect(c, "scoring_func", *SIGMOIDS)
     expect(c, "topk_method", "noaux_tc")
-    router = Router(
+    router = RouterConfig(
         positive(c, "num_experts_per_tok"), "sigmoid", typed(c, "norm_topk_prob", bool),
         number(c, "routed_scaling_factor", 1.0), positive(c, "n_group", 1), positive(c, "topk_group", 1), 2,
     )  # fmt: skip
@@ -85,13 +85,13 @@ def minimax_m2(c: Entries) -> Arch:
     expect(c, "norm_topk_prob", True)
     arch = llama(c, qk_norm="whole", **UNBIASED)
     if c.get("rotary_dim") is not None:
-        turning = positive(c, "rotary_dim", most=arch.head_dim)
-        if turning % 2:
-            raise UnsupportedError(f"config.json: rotary_dim: expected an even number, got {turning}")
-        arch = replace(arch, ropes={"all": replace(arch.ropes["all"], turning=turning)})
+        rotary_dim = positive(c, "rotary_dim", most=arch.head_dim)
+        if rotary_dim % 2:
+            raise UnsupportedError(f"config.json: rotary_dim: expected an even number, got {rotary_dim}")
+        arch = replace(arch, ropes={"all": replace(arch.ropes["all"], rotary_dim=rotary_dim)})
     experts = Experts(
         positive(c, "num_local_experts", most=MAX_LAYERS), arch.intermediate_size,
-        Router(positive(c, "num_experts_per_tok"), "sigmoid", renormalize=True),
+        RouterConfig(positive(c, "num_experts_per_tok"), "sigmoid", renormalize=True),
         correction="block_sparse_moe.e_score_correction_bias", **MIXTRAL,
     )  # fmt: skip
     return sparse(arch, experts, ignored=_further(c, arch, "num_mtp_modules"))
@@ -112,7 +112,7 @@ def ernie_moe(c: Entries) -> Arch:
     shared = typed(c, "moe_num_shared_experts", int) and positive(c, "moe_num_shared_experts")
     experts = Experts(
         positive(c, "num_experts", most=MAX_LAYERS), width,
-        Router(positive(c, "num_experts_per_tok"), renormalize=True),
+        RouterConfig(positive(c, "num_experts_per_tok"), renormalize=True),
         correction="mlp.moe_statics.e_score_correction_bias", correction_rank=2,
         shared="mlp.shared_experts" if shared else None, shared_width=width * shared,
     )  # fmt: skip
@@ -133,7 +133,7 @@ def hunyuan_moe(c: Entries) -> Arch:
     width = arch.intermediate_size
     experts = Experts(
         _alike(c, "num_experts"), _alike(c.filled(moe_intermediate_size=width), "moe_intermediate_size"),
-        Router(_alike(c, "num_experts_per_tok"), renormalize=True), gate="mlp.gate.wg",
+        RouterConfig(_alike(c, "num_experts_per_tok"), renormalize=True), gate="mlp.gate.wg",
         shared="mlp.shared_mlp", shared_width=width * _alike(c, "num_shared_expert"),
     )  # fmt: skip
     skipped = typed(c, "moe_layer_num_skipped", int)
@@ -155,7 +155,7 @@ def granite_moe(c: Entries, **experts: Any) -> Arch:
     """IBM Granite 3 MoE."""
     c = c.filled(num_local_experts=8, num_experts_per_tok=2)
     arch = granite(c)
-    router = Router(positive(c, "num_experts_per_tok"), "top")
+    router = RouterConfig(positive(c, "num_experts_per_tok"), "top")
     count = positive(c, "num_local_experts", most=MAX_LAYERS)
     return sparse(arch, Experts(count, arch.intermediate_size, router, **GRANITE, **experts))
 

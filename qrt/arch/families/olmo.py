@@ -6,7 +6,7 @@ from typing import Any
 
 from qrt.arch.base import Arch, Names, Norm
 from qrt.arch.entries import MAX_LAYERS, Entries, number, optional, positive, typed
-from qrt.arch.experts import Experts, Router
+from qrt.arch.experts import Experts, RouterConfig
 from qrt.arch.families.llama import DEFAULTS, each, llama, sparse, windows
 from qrt.arch.rope import parameters, rope_of
 
@@ -28,7 +28,7 @@ def olmoe(c: Entries) -> Arch:
     c = c.filled(num_attention_heads=16, max_position_embeddings=4096, rms_norm_eps=1e-5, num_experts=64)
     c = c.filled(num_experts_per_tok=8, norm_topk_prob=False)
     arch = llama(c, qk_norm="whole", clip=optional(c, "clip_qkv"), mlp_bias=False)
-    router = Router(positive(c, "num_experts_per_tok"), renormalize=typed(c, "norm_topk_prob", bool))
+    router = RouterConfig(positive(c, "num_experts_per_tok"), renormalize=typed(c, "norm_topk_prob", bool))
     return sparse(arch, Experts(positive(c, "num_experts", most=MAX_LAYERS), arch.intermediate_size, router))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from qrt.arch.base import Arch, Names, Norm
 from qrt.arch.entries import MAX_LAYERS, Entries, expect, number, positive, typed
-from qrt.arch.experts import Experts, Router
+from qrt.arch.experts import Experts, RouterConfig
 from qrt.arch.families.llama import llama, sparse, windows
 from qrt.arch.families.mistral import MIXTRAL
 
@@ -44,6 +44,6 @@ def phimoe(c: Entries) -> Arch:
         c, layers=windows(c, lambda i: True, listed=False), norm=Norm(number(c, "rms_norm_eps"), "layer"),
         mlp_bias=False, head_bias=typed(c, "lm_head_bias", bool),
     )  # fmt: skip
-    router = Router(2, "sparsemixer", jitter=number(c, "router_jitter_noise"))
+    router = RouterConfig(2, "sparsemixer", jitter=number(c, "router_jitter_noise"))
     count = positive(c, "num_local_experts", most=MAX_LAYERS)
     return sparse(arch, Experts(count, arch.intermediate_size, router, **MIXTRAL))

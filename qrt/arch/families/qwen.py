@@ -7,7 +7,7 @@ from typing import Any
 
 from qrt.arch.base import Arch, Names, Norm
 from qrt.arch.entries import MAX_LAYERS, Entries, expect, number, positive, typed
-from qrt.arch.experts import Experts, Router
+from qrt.arch.experts import Experts, RouterConfig
 from qrt.arch.families.llama import full, llama, sparse, windows
 from qrt.arch.layer import Layer
 
@@ -99,5 +99,5 @@ def _mixture(c: Entries, arch: Arch, **experts: Any) -> Arch:
     step, dense = positive(c, "decoder_sparse_step"), c.get("mlp_only_layers") or []
     count, width = positive(c, "num_experts", most=MAX_LAYERS), positive(c, "moe_intermediate_size")
     top_k, renormalize = positive(c, "num_experts_per_tok"), typed(c, "norm_topk_prob", bool)
-    own = Experts(count, width, Router(top_k, renormalize=renormalize), **experts)
+    own = Experts(count, width, RouterConfig(top_k, renormalize=renormalize), **experts)
     return sparse(arch, own, lambda i: (i + 1) % step == 0 and i not in dense)

@@ -15,7 +15,7 @@ from qrt.engine.constrain.fillers import ROW_S, Fillers, default_threads
 from qrt.engine.schedule.plan import Adjustment, Plan, Verdict
 from qrt.engine.schedule.request import ALL
 from qrt.errors import ConfigError
-from qrt.grammar.batch import Batch
+from qrt.grammar.batch import MatcherThreads
 from qrt.grammar.compiled import Grammars
 from qrt.grammar.matcher import Matcher
 from qrt.grammar.spec import Grammar
@@ -96,7 +96,7 @@ class Constraints:
         self._load = load
         self._loader = ThreadPoolExecutor(1, "qrt-grammars")
         self._grammars: Future[Grammars] | None = None
-        self._fillers, self._batch = Fillers(late_s), Batch(default_threads())
+        self._fillers, self._batch = Fillers(late_s), MatcherThreads(default_threads())
         self._masks: dict[str, _Mask] = {}
         self._waiting: dict[str, Waiting] = {}
 

@@ -33,12 +33,12 @@ class Forward(msgspec.Struct, frozen=True, tag="forward"):
     again: bool
 
 
-class Draw(msgspec.Struct, frozen=True, tag="draw"):
+class SampleOrder(msgspec.Struct, frozen=True, tag="sample"):
     """Sample the tokens of the last Forward."""
 
 
-Order = Launch | Forward | Draw
-OrderKind = Literal["launch", "forward", "draw"]
+Order = Launch | Forward | SampleOrder
+OrderKind = Literal["launch", "forward", "sample"]
 
 
 class OrderSender:
@@ -52,7 +52,7 @@ class OrderSender:
     def send(self, kind: OrderKind, plan: Plan | None = None) -> None:
         """Send an order of `kind`; "launch" and "forward" have a plan."""
         if plan is None:
-            return self._write(Draw())
+            return self._write(SampleOrder())
         again = plan.decodes == self._decodes
         self._decodes = plan.decodes
         order = Launch if kind == "launch" else Forward
@@ -85,7 +85,7 @@ class OrderReader:
         if body is None:
             return None
         order = self._decoder.decode(body)
-        if isinstance(order, Draw):
+        if isinstance(order, SampleOrder):
             return order
         if order.again:
             order = type(order)(replace(order.plan, decodes=self._decodes), True)

@@ -20,7 +20,7 @@ import torch
 from qrt.cli import run_main, set_up_logging
 from qrt.engine.build import build
 from qrt.engine.ranks.group import BEAT_SECONDS, RankSpec
-from qrt.engine.ranks.orders import Draw, Forward, Launch, OrderReader
+from qrt.engine.ranks.orders import Forward, Launch, OrderReader, SampleOrder
 from qrt.engine.step.runner import Runner
 from qrt.kernels.tensor_parallel import TensorParallelGroup
 
@@ -45,10 +45,10 @@ def follow(runner: Runner, orders: OrderReader) -> None:
                 runner.launch(plan)
             case Forward(plan=plan):
                 forwarded = runner.forward(plan)
-            case Draw():
+            case SampleOrder():
                 assert forwarded is not None
                 runner.mask_rows()  # none is filled: rank 0 draws by masks
-                runner.draw(forwarded, [], [])
+                runner.sample(forwarded, [], [])
 
 
 def _live(life: socket.socket) -> None:

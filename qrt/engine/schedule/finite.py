@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from qrt.engine.schedule.scores import Scores, Vectors
+from qrt.engine.schedule.logprobs import LogprobRows, Vectors
 
 REMEDY = "take --dtype float32 or bfloat16 and --kv fp16, or check the weights"
 
 
-def token_fault(token: int, index: int, logprobs: Scores | None) -> str | None:
+def token_fault(token: int, index: int, logprobs: LogprobRows | None) -> str | None:
     """Return what is wrong with output token `index`, counted from 1; None: nothing.
 
     `token` is negative (`qrt.kernels.sample.NOT_FINITE`) where the logits are not finite.
@@ -19,7 +19,7 @@ def token_fault(token: int, index: int, logprobs: Scores | None) -> str | None:
     return f"logits of output token {index}: expected finite numbers, got NaN or infinity; {REMEDY}"
 
 
-def prompt_fault(first: int, scores: Scores | None, pooled: Vectors | None) -> str | None:
+def prompt_fault(first: int, scores: LogprobRows | None, pooled: Vectors | None) -> str | None:
     """Return what is wrong with what a step made of a prompt; None: nothing.
 
     `first` is the position of the first token that `scores` are of.

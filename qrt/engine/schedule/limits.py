@@ -16,7 +16,7 @@ class Limits:
     """The caps of `EngineConfig`, resolved, and what the model and the machine set.
 
     step_sizes      sorted sizes to which steps with prompts are padded
-    short_context   as in `Arch`: longer requests turn by other RoPE tables
+    long_rope_switch  as in `Arch`: longer requests use other RoPE tables
     """
 
     max_model_len: int
@@ -25,7 +25,7 @@ class Limits:
     max_num_queued_reqs: int | None = None
     max_num_queued_tokens: int | None = None
     step_sizes: tuple[int, ...] = ()
-    short_context: int = 0
+    long_rope_switch: int = 0
 
     @property
     def max_cached_tokens(self) -> int:

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from qrt.engine.schedule.logprobs import LogprobRows, Vectors, concat
 from qrt.engine.schedule.request import FinishReason
-from qrt.engine.schedule.scores import Scores, Vectors, concat
 
 
 class Cause(Enum):
@@ -38,8 +38,8 @@ class StepDelta(NamedTuple):
     token_ids: tuple[int, ...] = ()
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
-    logprobs: Scores | None = None
-    prompt_scores: Scores | None = None
+    logprobs: LogprobRows | None = None
+    prompt_scores: LogprobRows | None = None
     num_cached: int = 0
     error: str | None = None
     pooled: Vectors | None = None

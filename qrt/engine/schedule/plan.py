@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-from qrt.engine.schedule.scores import Scores, Vectors
+from qrt.engine.schedule.logprobs import LogprobRows, Vectors
 from qrt.mem.slots import Ints
 from qrt.request.sampling import SamplingParams
 
@@ -99,14 +99,14 @@ class SamplingRules:
 class Admission(NamedTuple):
     """A request that has just got a row of the request table, with its tokens so far.
 
-    first_turn   as in `qrt.arch.rope.first_turn`
+    rope_offset  as in `qrt.arch.rope.rope_offset`
     """
 
     row: int
     sampling: SamplingRules
     prompt: Ints
     output: Sequence[int] = ()
-    first_turn: int = 0
+    rope_offset: int = 0
 
 
 class Placement(NamedTuple):
@@ -230,7 +230,7 @@ class StepResult:
     """
 
     tokens: Sequence[int]
-    logprobs: Mapping[int, Scores] = field(default_factory=dict)
-    prompt_scores: Mapping[str, Scores] = field(default_factory=dict)
+    logprobs: Mapping[int, LogprobRows] = field(default_factory=dict)
+    prompt_scores: Mapping[str, LogprobRows] = field(default_factory=dict)
     pooled: Mapping[str, Vectors] = field(default_factory=dict)
     verdicts: Mapping[int, Verdict] = field(default_factory=dict)

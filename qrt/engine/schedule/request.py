@@ -36,7 +36,7 @@ class Request:
     order         sort key of requests: (priority, number of arrival)
     cache_salt    it shares cached prefixes only with requests of the same salt
     pool          the kind of vectors that it asks for instead of tokens; None: none
-    first_turn    the row of the RoPE tables for its position 0; set when it is started or resumed
+    rope_offset   the row of the RoPE tables for its position 0; set when it is started or resumed
     output        sampled tokens that are known
     pending       number of tokens that launched steps sample and that are not known yet
     length        number of tokens, prompt, output and pending
@@ -49,7 +49,7 @@ class Request:
     num_cached    tokens found in the prefix cache when it first ran
     published     whether others can share its whole prompt
     is_whole      whether its grammar has ended it
-    skips         whether what the oldest launched step samples for it does not count
+    discard_next  whether to discard the token that the oldest launched step samples for it
     """
 
     id: str
@@ -61,7 +61,7 @@ class Request:
     order: tuple[int, int]
     cache_salt: str | None = None
     pool: str | None = None
-    first_turn: int = 0
+    rope_offset: int = 0
     output: list[int] = field(default_factory=list)
     pending: int = 0
     in_flight: int = 0
@@ -73,7 +73,7 @@ class Request:
     num_cached: int | None = None
     published: bool = False
     is_whole: bool = False
-    skips: bool = False
+    discard_next: bool = False
     prompt_len: int = field(init=False)
     length: int = field(init=False)
     covered: int = 0
@@ -95,9 +95,9 @@ class Request:
     @property
     def salt(self) -> str | None:
         """The salt under which its K/V are cached: K of one RoPE table is of no use with another."""
-        if self.cache_salt is None and not self.first_turn:
+        if self.cache_salt is None and not self.rope_offset:
             return None
-        return f"{self.first_turn}:{self.cache_salt or ''}"
+        return f"{self.rope_offset}:{self.cache_salt or ''}"
 
     @property
     def generates(self) -> bool:
@@ -110,7 +110,7 @@ class Request:
         return not self.scoring and self.pool in (None, "last")
 
     @property
-    def shares(self) -> bool:
+    def caches_prompt(self) -> bool:
         """Whether its prompt goes to the prefix cache."""
         return self.generates or self.pool == "last"
 
@@ -175,7 +175,7 @@ class Request:
         """Forget the token that the launched step samples."""
         self.pending -= 1
         self.length -= 1
-        self.skips = True
+        self.discard_next = True
 
     def decode(self) -> Decode:
         """Return its part of a step in which it decodes."""

@@ -4,7 +4,8 @@ It batches continuously. A step decodes one token for every request whose prompt
 the token budget with chunks of prefill, in the order of the requests: as they came, or by priority. When the
 pool has no slot left for a decode, the last request in that order is paused. Its K/V go to the prefix cache,
 which may evict them, and it waits first among its equals. The first request always advances. A request that
-grows beyond `Limits.short_context` is paused too: it then turns by other RoPE tables, from its first token.
+grows beyond `Limits.long_rope_switch` is preempted too: it then uses other RoPE tables, from its first
+token.
 
 The next step may be planned while one runs. `plan` advances the requests by what the step will surely do, and
 `commit` adds the tokens when they are known. A request in a launched step cannot be paused: `plan` then
@@ -20,18 +21,18 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from qrt.arch.rope import first_turn
+from qrt.arch.rope import rope_offset
 from qrt.engine.schedule import lookahead
 from qrt.engine.schedule.admission import Growing
 from qrt.engine.schedule.finite import prompt_fault, token_fault
 from qrt.engine.schedule.limits import Limits
+from qrt.engine.schedule.logprobs import LogprobRows
 from qrt.engine.schedule.lookahead import Lookahead, lacking_slots
 from qrt.engine.schedule.output import Cause, StepDelta
 from qrt.engine.schedule.plan import Admission, Chunk, Plan, SamplingRules, StepResult, Verdict
 from qrt.engine.schedule.queue import Queue, insert, remove
 from qrt.engine.schedule.request import FinishReason, Request
 from qrt.engine.schedule.rows import Rows
-from qrt.engine.schedule.scores import Scores
 from qrt.engine.schedule.sharing import Unpublished
 from qrt.errors import ConfigError
 from qrt.mem.manager import KVManager
@@ -152,7 +153,7 @@ class Scheduler:
                 budget > 0
                 and request.num_computed <= cached
                 and request.covered >= request.prefill_len
-                and self._first_turn(request.length) == request.first_turn
+                and self._rope_offset(request.length) == request.rope_offset
                 and (chunk := self._chunk(request, budget, len(decoding)))
             ):
                 prefilling.append((request, chunk))
@@ -163,7 +164,7 @@ class Scheduler:
         if not prefilling and self._rows.wait_for_more(self.waiting):
             budget = 0
         while budget > 0 and (new := self._admit(cached)):
-            admitted.append(Admission(new.row, new.sampling, new.prompt, tuple(new.output), new.first_turn))
+            admitted.append(Admission(new.row, new.sampling, new.prompt, tuple(new.output), new.rope_offset))
             chunk = self._chunk(new, budget, len(decoding))
             assert chunk is not None, "a request was admitted without room for a token"
             prefilling.append((new, chunk))
@@ -192,8 +193,8 @@ class Scheduler:
         tokens, logprobs, verdicts = result.tokens, result.logprobs, result.verdicts
         for at, (request, token) in enumerate(zip(requests[:index], tokens[:index], strict=True)):
             request.in_flight -= 1
-            if request.skips:
-                request.skips = False
+            if request.discard_next:
+                request.discard_next = False
                 continue
             request.pending -= 1
             if request.seq is not None:
@@ -202,8 +203,8 @@ class Scheduler:
         requests = requests[index:]
         for request, chunk in zip(requests, plan.chunks, strict=True):
             request.in_flight -= 1
-            samples = chunk.samples and not request.skips
-            request.skips = request.skips and not chunk.samples
+            samples = chunk.samples and not request.discard_next
+            request.discard_next = request.discard_next and not chunk.samples
             request.pending -= samples
             if request.seq is not None:
                 deltas += self._commit_chunk(request, chunk, result, index if samples else None)
@@ -235,7 +236,7 @@ class Scheduler:
         None if it has ended, or if that token does not count.
         """
         request = self._requests.get(request_id)
-        return None if request is None or request.seq is None or request.skips else request.length
+        return None if request is None or request.seq is None or request.discard_next else request.length
 
     def repeat(self, request_id: str) -> None:
         """Let a request of the launched step compute its last token again, as that step samples none."""
@@ -259,7 +260,7 @@ class Scheduler:
         self._stop(request, keep=False)
         return StepDelta(request.id, finish_reason=FinishReason.ABORT, error=error, cause=cause)
 
-    def _fault(self, request: Request, token: int, logprobs: Scores | None) -> str | None:
+    def _fault(self, request: Request, token: int, logprobs: LogprobRows | None) -> str | None:
         return token_fault(token, len(request.output) + 1, logprobs)
 
     def _corrupted(self, request: Request, fault: str) -> StepDelta:
@@ -283,7 +284,7 @@ class Scheduler:
         decoding = [r for r in self.running if r.num_computed >= r.prefill_len and r.length < r.max_len]
         # tokens may have been appended to requests: they need slots, and may cross, as if they decoded
         appended = [r for r in self.running if r.num_computed < r.prefill_len and r.output]
-        if self.limits.short_context:
+        if self.limits.long_rope_switch:
             decoding = self._cross(decoding)
             appended = self._cross(appended)
         num_pauses = self.num_pauses
@@ -301,19 +302,19 @@ class Scheduler:
         return decoding
 
     def _cross(self, decoding: list[Request]) -> list[Request]:
-        """Pause the requests whose next token turns by other RoPE tables, and return the rest.
+        """Preempt requests that have just outgrown the short RoPE factors, and return the rest.
 
         They are computed anew from their first token. One in a launched step waits for its commit.
         """
-        crossing = [r for r in decoding if self._first_turn(r.length) != r.first_turn]
+        crossing = [r for r in decoding if self._rope_offset(r.length) != r.rope_offset]
         for request in crossing:
             if not request.in_flight:
                 self._pause(request)
                 request.published = False  # under the other salt
         return [r for r in decoding if r not in crossing]
 
-    def _first_turn(self, length: int) -> int:
-        return first_turn(length, self.limits.short_context)
+    def _rope_offset(self, length: int) -> int:
+        return rope_offset(length, self.limits.long_rope_switch)
 
     def _chunk(self, request: Request, budget: int, decoding: int) -> Chunk | None:
         """Return the next tokens of a prefill, at most `budget`; None if window groups have no room.
@@ -339,7 +340,7 @@ class Scheduler:
 
     def _publish(self, request: Request, end: int) -> None:
         """Share the first `end` tokens of a prompt; they have been computed."""
-        if request.shares and request.seq is not None:
+        if request.caches_prompt and request.seq is not None:
             self._lookahead.publish(request, request.prompt[:end])
             if end >= len(request.prompt):
                 request.published = True
@@ -376,7 +377,7 @@ class Scheduler:
             self._patience -= 1
             return None
         ids, reuse = request.ids, request.reuses
-        request.first_turn = self._first_turn(len(ids))
+        request.rope_offset = self._rope_offset(len(ids))
         if not request.generates and not request.pool and len(ids) > 1:
             ids = ids[:-1]  # nothing is predicted from the last token
         cached = self.kv.cached(ids, request.salt) if reuse else 0
@@ -443,8 +444,8 @@ class Scheduler:
         self,
         request: Request,
         token: int,
-        logprobs: Scores | None,
-        prompt_scores: Scores | None = None,
+        logprobs: LogprobRows | None,
+        prompt_scores: LogprobRows | None = None,
         verdict: Verdict | None = None,
     ) -> StepDelta:
         """Add a token to a request, and end the request if it is done."""
@@ -462,8 +463,8 @@ class Scheduler:
         self,
         request: Request,
         token: int,
-        logprobs: Scores | None,
-        prompt_scores: Scores | None,
+        logprobs: LogprobRows | None,
+        prompt_scores: LogprobRows | None,
         verdict: Verdict,
     ) -> StepDelta:
         """Do `_take`, and what the request's constraint says of the token."""
@@ -481,14 +482,14 @@ class Scheduler:
         self,
         request: Request,
         token_ids: tuple[int, ...] = (),
-        logprobs: Scores | None = None,
-        prompt_scores: Scores | None = None,
+        logprobs: LogprobRows | None = None,
+        prompt_scores: LogprobRows | None = None,
     ) -> StepDelta:
         """Return what the step added to a request that has been advanced; end it if it is done."""
         reason = request.finish_reason
         if reason:
             del self._requests[request.id]
-            self._stop(request, keep=request.shares)
+            self._stop(request, keep=request.caches_prompt)
         stop_reason, is_whole = None, False
         if token_ids and reason is FinishReason.STOP:
             known_end = token_ids[-1] in self._eos

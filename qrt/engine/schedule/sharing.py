@@ -22,7 +22,7 @@ class Unpublished:
 
     def add(self, request: Request) -> None:
         """Note a request that begins to compute its prompt."""
-        if request.shares and request.prompt_len >= SHARED_TOKENS:
+        if request.caches_prompt and request.prompt_len >= SHARED_TOKENS:
             self._requests.setdefault(_beginning(request.prompt, request), []).append(request)
 
     def remove(self, request: Request) -> None:

@@ -79,9 +79,20 @@ def build(
         own = {name: sent[f"chunk {name}"] for name in ("rows", "query_start", "cached_start", "tiles")}
         prefill = PrefillMeta(**own, num_cached=chunks.num_cached, attend_cache=attend_cache)
     at, held = _join(positions), _join(rows)
-    slots, turns, windowed = table.slots(held, at), table.turns(held, at), table.windows(held, at)
+    slots, rope_positions, windowed = (
+        table.slots(held, at),
+        table.rope_positions(held, at),
+        table.windows(held, at),
+    )
     step = StepMeta(
-        _join(tokens), at, slots, table.slot_table, decode, prefill, turns=turns, windows=windowed
+        _join(tokens),
+        at,
+        slots,
+        table.slot_table,
+        decode,
+        prefill,
+        rope_positions=rope_positions,
+        windows=windowed,
     )
     targets = {c.request_id: sent[f"targets {c.request_id}"] for c in plan.chunks if c.scoring}
     return Batch(step, SampleBatch.of(plan, sent), targets)

@@ -30,8 +30,8 @@ from qrt.engine.step.padded import PaddedInputs
 from qrt.engine.step.table import RequestTable
 from qrt.gc import garbage_left
 from qrt.kernels.all_reduce import reduce_max
+from qrt.kernels.sample import packed_samples, token_of
 from qrt.kernels.sample import sample as sample_logits
-from qrt.kernels.sample import sample_words, token_of
 from qrt.mem.sizing import GIB
 from qrt.mem.storage import KVStorage
 from qrt.model.decoder import Decoder
@@ -300,17 +300,17 @@ class TokenSteps:
     def _next_tokens(
         self, hidden: Tensor, size: int, masks: Tensor | None = None, mask_at: Tensor | None = None
     ) -> Tensor:
-        table, model, (_, rows, drawn) = self._table, self._model, self._inputs.samples(size)
+        table, model, (_, rows, counts) = self._table, self._model, self._inputs.samples(size)
         rows = rows.long()
         rules = rows, table.temperature, table.seed, table.length
         if model.peers is None:
             tokens = sample_logits(model.logits(hidden), *rules, None, masks, mask_at)
         elif masks is None:
-            words = sample_words(model.own_logits(hidden), *rules, model.first_token)
+            words = packed_samples(model.own_logits(hidden), *rules, model.first_token)
             tokens = token_of(reduce_max(words, model.peers))
         else:  # only rank 0 has masks
             tokens = model.peers.broadcast(sample_logits(model.logits(hidden), *rules, None, masks, mask_at))
-        table.advance(rows, tokens, drawn)
+        table.advance(rows, tokens, counts)
         return tokens
 
 

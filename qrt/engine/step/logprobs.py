@@ -8,20 +8,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qrt.engine.schedule.scores import Scores
+from qrt.engine.schedule.logprobs import LogprobRows
 
 
 class ScoreTensors(NamedTuple):
-    """The arrays of a `Scores` as tensors."""
+    """The arrays of a `LogprobRows` as tensors."""
 
     logprobs: Tensor
     ranks: Tensor
     top_ids: Tensor
     top_logprobs: Tensor
 
-    def on_host(self) -> Scores:
+    def on_host(self) -> LogprobRows:
         """Return the Scores; the tensors are on the host, and share its memory."""
-        return Scores(*(tensor.numpy() for tensor in self))
+        return LogprobRows(*(tensor.numpy() for tensor in self))
 
 
 def score(logits: Tensor, targets: Tensor, num_top: int) -> ScoreTensors:

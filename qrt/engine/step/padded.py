@@ -13,7 +13,7 @@ from qrt.engine.schedule.plan import Plan
 from qrt.engine.step.batch import FROM_TABLE, chunks_of, tokens_of
 from qrt.engine.step.table import RequestTable
 from qrt.kernels.prefill_attention.tiles import FIELDS
-from qrt.kernels.step import DecodeMeta, Places, PrefillMeta, StepMeta
+from qrt.kernels.step import DecodeMeta, KVPlaces, PrefillMeta, StepMeta
 from qrt.kernels.token_inputs import token_inputs
 from qrt.mem.storage import KVStorage
 from qrt.model.decoder import Decoder
@@ -80,9 +80,9 @@ class PaddedInputs:
 
     def decodes(self, size: int) -> StepMeta:
         """Return a step of `size` decodes."""
-        ids, positions, slots, turns, decode = self._described(size, size)
+        ids, positions, slots, rope_positions, decode = self._described(size, size)
         own = ids, positions, slots, self._table.slot_table, decode, None, None
-        return StepMeta(*own, turns, self._windows_of(size, positions))
+        return StepMeta(*own, rope_positions, self._windows_of(size, positions))
 
     def chunks(self, size: int, decodes: int, attended: Tensor) -> StepMeta:
         """Return a step of `size` tokens: the first `decodes` may decode, the rest belong to chunks.
@@ -91,19 +91,19 @@ class PaddedInputs:
         """
         chunks = self._chunks(size)
         self._table.length.index_copy_(0, chunks["rows"].long(), chunks.pop("ends"))
-        ids, positions, slots, turns, decode = self._described(size, decodes)
+        ids, positions, slots, rope_positions, decode = self._described(size, decodes)
         prefill = PrefillMeta(**chunks, num_cached=self._num_cached, attend_cache=self._attend_cache)
         own = ids, positions, slots, self._table.slot_table, decode, prefill, attended
-        return StepMeta(*own, turns, self._windows_of(size, positions))
+        return StepMeta(*own, rope_positions, self._windows_of(size, positions))
 
-    def _windows_of(self, size: int, positions: Tensor) -> list[Places]:
+    def _windows_of(self, size: int, positions: Tensor) -> list[KVPlaces]:
         """Return where layers of window groups find K and V of the tokens, which are at `positions`."""
         return self._table.windows(self._tokens(size)[0], positions)
 
     def _described(
         self, size: int, decodes: int
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, DecodeMeta | None]:
-        """Return ids, positions, slots and turns of the tokens, and the metadata of the first `decodes`."""
+        """Return what `StepMeta` has of the tokens, and the metadata of the first `decodes`."""
         table, inputs = self._table, self._tokens(size)
         ids, positions, slots, kv_lens, parts = token_inputs(
             inputs,
@@ -117,7 +117,7 @@ class PaddedInputs:
             self._segments,
         )
         decode = DecodeMeta(inputs[0, :decodes], kv_lens, parts.unbind(), newest=True) if decodes else None
-        return ids, positions, slots, table.turns(inputs[0], positions), decode
+        return ids, positions, slots, table.rope_positions(inputs[0], positions), decode
 
     def pad(self, size: int, *, chunks: bool) -> None:
         """Fill the inputs with padding alone."""
@@ -156,9 +156,9 @@ class PaddedInputs:
 
     def _of_samples(self, plan: Plan, size: int) -> NDArray[np.int32]:
         inputs = np.zeros((3, size), np.int32)
-        tokens, rows, drawn = inputs
+        tokens, rows, counts = inputs
         count = len(plan.sampled)
-        tokens[:count], drawn[:count] = plan.sampled_at, 1
+        tokens[:count], counts[:count] = plan.sampled_at, 1
         rows[:count] = [work.row for work in plan.sampled]
         rows[count:] = self._table.pad_row
         return inputs

@@ -24,7 +24,7 @@ from qrt.engine.step.pooler import Pooler
 from qrt.engine.step.sample_batch import SampleBatch, is_plain, make_sample_batch
 from qrt.engine.step.sampler import sample
 from qrt.engine.step.table import RequestTable
-from qrt.engine.step.timeline import Kind, Timeline
+from qrt.engine.step.timeline import StepKind, Timeline
 from qrt.engine.step.transfer import Fetch
 from qrt.kernels.gpu import launches_on
 from qrt.mem.storage import KVStorage
@@ -132,36 +132,36 @@ class Runner:
             if steps is not None and steps.handles(plan) and plan.sampled and is_plain(plan):
                 launched = self._whole(steps, plan)
             else:
-                launched = self._draw(self._forward(plan))
+                launched = self._finish(self._forward(plan))
             if self.timeline is not None:
                 self._note(self.timeline, plan, time.perf_counter() - started)
             return launched
 
     @torch.inference_mode()
     def forward(self, plan: Plan) -> Forwarded:
-        """Launch a step up to its hidden states; `draw` then samples, before any other step."""
+        """Launch a step up to its hidden states; `sample` then samples, before any other step."""
         with self._together("forward", plan), launches_on(self.table.device):
             started = time.perf_counter()
             self._admit(plan)
             return replace(self._forward(plan), host_s=time.perf_counter() - started)
 
     @torch.inference_mode()
-    def draw(self, forwarded: Forwarded, masked: Sequence[int], skipped: Collection[int]) -> Launched:
+    def sample(self, forwarded: Forwarded, masked: Sequence[int], skipped: Collection[int]) -> Launched:
         """Sample the tokens of a step, those of the indices `masked` into `plan.sampled` by their masks.
 
         The masks are the first of `mask_rows()`. The tokens of the indices `skipped` are discarded.
         """
-        with self._together("draw"), launches_on(self.table.device):
+        with self._together("sample"), launches_on(self.table.device):
             started = time.perf_counter()
             self.masks.send(masked, len(forwarded.plan.sampled))
-            launched = self._draw(forwarded, self.masks, skipped)
+            launched = self._finish(forwarded, self.masks, skipped)
             if self.timeline is not None:
                 host_s = forwarded.host_s + time.perf_counter() - started
                 self._note(self.timeline, forwarded.plan, host_s)
             return launched
 
     def mask_rows(self) -> NDArray[np.int32]:
-        """Return rows int32 [n, W] of the host, to be filled with the next masks for `draw`."""
+        """Return rows int32 [n, W] of the host, to be filled with the next masks for `sample`."""
         return self.masks.rows()
 
     @cached_property
@@ -176,7 +176,7 @@ class Runner:
         steps = self.token_steps
         recorded = steps is not None and steps.handles(plan) and steps.is_recorded(plan)
         prompt_tokens = sum(len(chunk.tokens) for chunk in plan.chunks)
-        timeline.end(Kind(bool(plan.chunks), recorded), host_s, len(plan.decodes), prompt_tokens)
+        timeline.end(StepKind(bool(plan.chunks), recorded), host_s, len(plan.decodes), prompt_tokens)
 
     def _admit(self, plan: Plan) -> None:
         """Send what is new of the plan's requests."""
@@ -220,7 +220,7 @@ class Runner:
         prompt_scores = self._score_prompts(plan, batch, hidden, fetch)
         return Forwarded(plan, hidden, batch.samples, fetch, prompt_scores, padded=False, host_s=0.0)
 
-    def _draw(
+    def _finish(
         self, forwarded: Forwarded, masks: MaskBuffer | None = None, skipped: Collection[int] = ()
     ) -> Launched:
         plan, fetch, steps = forwarded.plan, forwarded.fetch, self.token_steps

@@ -65,14 +65,16 @@ def sample(
     if masks is not None:
         x = masked(x, masks.masks, masks.at[meta.custom_rows])
     x = _allowed(x, rows, table, adjustments, meta)
-    drawn = sample_logits(x, rows, table.temperature, table.seed, table.length, _least(x, rows, table, meta))
-    drawn = drawn.masked_fill_(wrong, NOT_FINITE)
+    sampled = sample_logits(
+        x, rows, table.temperature, table.seed, table.length, _least(x, rows, table, meta)
+    )
+    sampled = sampled.masked_fill_(wrong, NOT_FINITE)
     if meta.adjusted is not None:
-        adjustments.count(meta.adjusted[1], drawn[meta.adjusted[0]].clamp(min=0))
-    if len(drawn) == len(logits):
-        return drawn  # all rows are custom, in order
+        adjustments.count(meta.adjusted[1], sampled[meta.adjusted[0]].clamp(min=0))
+    if len(sampled) == len(logits):
+        return sampled  # all rows are custom, in order
     tokens = sample_logits(logits, meta.rows, table.temperature, table.seed, table.length, None, *own)
-    return tokens.index_copy_(0, meta.custom_rows, drawn)
+    return tokens.index_copy_(0, meta.custom_rows, sampled)
 
 
 def _allowed(

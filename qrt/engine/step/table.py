@@ -17,7 +17,7 @@ from torch import Tensor
 from qrt.engine.schedule.limits import Limits
 from qrt.engine.schedule.plan import Admission, Placement
 from qrt.engine.step.transfer import to_device
-from qrt.kernels.step import Places
+from qrt.kernels.step import KVPlaces
 from qrt.kernels.token_inputs import advance
 
 ROW_MULTIPLE = 64  # rows of the slot table start at multiples of 256 bytes, for wide loads in Triton
@@ -36,7 +36,7 @@ class RequestTable:
     slot_tables   [N, R, Lmax] int32   slot of each position in each group of layers; stale beyond a request's
                   length, and before its window
     slot_table    [R, Lmax] int32   that of the first group
-    first_turn    [R] int32   row of the RoPE tables for its position 0; None: all turn by their position
+    rope_offset   [R] int32   row of the RoPE tables for its position 0; None: 0 for all
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class RequestTable:
         pad_slots: int | Sequence[int],
         device: torch.device,
         *,
-        short_context: int = 0,
+        long_rope_switch: int = 0,
     ) -> None:
         """Make an empty table; `pad_slots` are those of each group of layers, a number if there is one."""
         rows = max_num_seqs + 1
@@ -60,7 +60,7 @@ class RequestTable:
         self.top_p = torch.ones(rows, dtype=torch.float32, device=device)
         self.min_p = torch.zeros(rows, dtype=torch.float32, device=device)
         self.seed = torch.zeros(rows, dtype=torch.int64, device=device)
-        self.first_turn = torch.zeros_like(self.length) if short_context else None
+        self.rope_offset = torch.zeros_like(self.length) if long_rope_switch else None
         pads = [pad_slots] if isinstance(pad_slots, int) else pad_slots
         self.slot_tables = torch.empty(len(pads), rows, width, dtype=torch.int32, device=device)
         for table, pad in zip(self.slot_tables, pads, strict=True):
@@ -71,7 +71,7 @@ class RequestTable:
     def of(cls, limits: Limits, pad_slots: Sequence[int], device: torch.device) -> RequestTable:
         """Make the empty table of an engine with these limits."""
         sizes = limits.max_num_seqs, limits.max_model_len
-        return cls(*sizes, pad_slots, device, short_context=limits.short_context)
+        return cls(*sizes, pad_slots, device, long_rope_switch=limits.long_rope_switch)
 
     def admit(self, admitted: Sequence[Admission]) -> None:
         """Write the sampling parameters of requests that have just got a row, and how they turn."""
@@ -83,8 +83,8 @@ class RequestTable:
             "top_p": np.array([s.top_p for s in sampling], np.float32),
             "min_p": np.array([s.min_p for s in sampling], np.float32),
         }
-        if self.first_turn is not None:
-            columns["first_turn"] = np.array([new.first_turn for new in admitted], np.int32)
+        if self.rope_offset is not None:
+            columns["rope_offset"] = np.array([new.rope_offset for new in admitted], np.int32)
         rows = np.array([new.row for new in admitted], np.int64)
         sent = to_device({"rows": rows, **columns}, self.device)
         for name in columns:
@@ -105,18 +105,18 @@ class RequestTable:
         """Return the slots int32 [n] of `positions` [n] in `rows` [n] in the first group of layers."""
         return self.slot_table.view(-1)[rows.long() * self.slot_table.shape[1] + positions]
 
-    def turns(self, rows: Tensor, positions: Tensor) -> Tensor | None:
-        """Return `StepMeta.turns` of tokens at `positions` [T] in `rows` [T]."""
-        return None if self.first_turn is None else positions + self.first_turn[rows.long()]
+    def rope_positions(self, rows: Tensor, positions: Tensor) -> Tensor | None:
+        """Return `StepMeta.rope_positions` of tokens at `positions` [T] in `rows` [T]."""
+        return None if self.rope_offset is None else positions + self.rope_offset[rows.long()]
 
-    def windows(self, rows: Tensor, positions: Tensor) -> list[Places]:
+    def windows(self, rows: Tensor, positions: Tensor) -> list[KVPlaces]:
         """Return where layers of window groups find K and V of `positions` [n] in `rows` [n]."""
         tables = self.slot_tables[1:].unbind()
         if not tables:
             return []
         index = rows.long() * self.slot_table.shape[1] + positions
-        return [Places(table.view(-1)[index], table) for table in tables]
+        return [KVPlaces(table.view(-1)[index], table) for table in tables]
 
-    def advance(self, rows: Tensor, tokens: Tensor, drawn: Tensor | None = None) -> None:
-        """Store the sampled `tokens` int64 [n] of `rows` int64 [n]; `drawn` int32 [n] is 0 for padding."""
-        advance(rows, tokens, drawn, self.last_token, self.length)
+    def advance(self, rows: Tensor, tokens: Tensor, counts: Tensor | None = None) -> None:
+        """Store the sampled `tokens` int64 [n] of `rows` int64 [n]; `counts` int32 [n] is 0 for padding."""
+        advance(rows, tokens, counts, self.last_token, self.length)

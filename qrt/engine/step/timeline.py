@@ -11,7 +11,7 @@ import torch
 PENDING = 64  # steps whose events are kept; when there are more, the older half is summed up
 
 
-class Kind(NamedTuple):
+class StepKind(NamedTuple):
     """Whether a step has prompts, and whether it is recorded or launched kernel by kernel."""
 
     prompts: bool
@@ -31,7 +31,7 @@ class Sums:
 
 
 class _Step(NamedTuple):
-    kind: Kind
+    kind: StepKind
     start: torch.cuda.Event
     end: torch.cuda.Event
     host_ms: float
@@ -49,7 +49,7 @@ class Timeline:
     """
 
     def __init__(self) -> None:
-        self.kinds: dict[Kind, Sums] = {}
+        self.kinds: dict[StepKind, Sums] = {}
         self._free: list[torch.cuda.Event] = []
         self._start: torch.cuda.Event | None = None  # start of the step that is being launched
         self._pending: deque[_Step] = deque()
@@ -61,7 +61,7 @@ class Timeline:
         self._start = self._start or self._event()  # a step that failed leaves its event
         self._start.record()
 
-    def end(self, kind: Kind, host_s: float, decodes: int, prompt_tokens: int) -> None:
+    def end(self, kind: StepKind, host_s: float, decodes: int, prompt_tokens: int) -> None:
         """Record the end of a step, whose last kernel has been launched in `host_s` seconds."""
         assert self._start is not None, "end without begin"
         end = self._event()
@@ -118,7 +118,7 @@ class Timeline:
             self._last = step
 
 
-def _row(kind: Kind, sums: Sums, spans_ms: float) -> dict[str, Any]:
+def _row(kind: StepKind, sums: Sums, spans_ms: float) -> dict[str, Any]:
     count = sums.count
     return {
         "prompts": kind.prompts,

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from qrt.kernels.chain.one_token_kernel import one_token
-from qrt.kernels.linear.tiles.digits_kernel import digits_product, digits_shares, gated_digits_product
+from qrt.kernels.linear.tiles.digits_kernel import digits_partial, digits_product, gated_digits_product
 from qrt.kernels.linear.tiles.make_digits_kernel import make_digits
 from qrt.kernels.rmsnorm.kernel import add_rmsnorm, add_rmsnorm_digits
 from qrt.quant.digits import Digits, room_for
@@ -44,9 +44,9 @@ def chain(
         return one_token(x[0], residual, products, bias, norms, eps, scheme, act, scale, peers)
     attended = _attended(x, tokens)
     bits, room = WEIGHT_SCHEMES[scheme].bits, room_for(tokens)
-    y = digits_shares(attended, TiledWeight(*o), bits)
+    y = digits_partial(attended, TiledWeight(*o), bits)
     normal = add_rmsnorm_digits(residual, y, mlp_norm, eps, room, attention_out, scale, peers)
-    y = digits_shares(
+    y = digits_partial(
         gated_digits_product(normal, TiledWeight(*gate_up), bits, act), TiledWeight(*down), bits
     )
     if not qkv:
@@ -67,7 +67,7 @@ def from_attention(
     peers: Tensor | None = None,
 ) -> Tensor:
     """See the package's docstring."""
-    y = digits_shares(_attended(x, len(residual)), TiledWeight(*o), WEIGHT_SCHEMES[scheme].bits)
+    y = digits_partial(_attended(x, len(residual)), TiledWeight(*o), WEIGHT_SCHEMES[scheme].bits)
     return add_rmsnorm(residual, y, norm, eps, behind, eps, scale, peers)
 
 

@@ -23,14 +23,15 @@ segment      tokens before the last multiple of this that is not beyond the quer
 Query head h reads KV head h // (Hq/Hkv).
 
 append_attention(q, k, v, cos, sin, kv, smoothing, slot_table, rows, kv_lens, parts, out, format, scale,
-                 window=0, softcap=0.0, slopes=None, sinks=None, turns=None, segment=0, q_norm=None,
+                 window=0, softcap=0.0, slopes=None, sinks=None, rope_positions=None, segment=0,
+                 q_norm=None,
                  k_norm=None, eps=0.0)
 
 Does `kv_write` of each request's newest token and then `decode_attention`, in one launch. q [B, Hq, D] and
 k, v [B, Hkv, D] are given before norms and RoPE, and stay as they are. q_norm, k_norm and eps are those of
-`kv_write`. The token has position kv_lens - 1 and that position's slot. It turns by that row of cos and sin
-too, or by row `turns` int32 [B]. No request may come twice. `out` is [out as above], or [codes, facts] of it
-as `Digits` if D is 128. Raises ValueError for a format whose `KVFormat.appends` is false.
+`kv_write`. The token has position kv_lens - 1 and that position's slot. It is rotated by that row of cos and
+sin too, or by row `rope_positions` int32 [B]. No request may come twice. `out` is [out as above], or [codes,
+facts] of it as `Digits` if D is 128. Raises ValueError for a format whose `KVFormat.appends` is false.
 
 Where kernels overlap (`gpu.overlaps`), the kernel launched just before may still be writing q, k, v and
 tokens of the cache. With `newest`, and in `append_attention`, tiles are loaded before that kernel is done. It

@@ -22,6 +22,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from qrt.checks import expect
+from qrt.kernels.attention_rule import LOG2_E, AttentionRule
 from qrt.kernels.decode_attention.blocks import DOT_COLUMNS, block_of, measured_block, refuse_others
 from qrt.kernels.decode_attention.plan import FIELDS
 from qrt.kernels.device import (
@@ -43,7 +44,6 @@ from qrt.kernels.device import (
 from qrt.kernels.gpu import overlaps
 from qrt.kernels.head_norms import checked
 from qrt.kernels.launch import variant
-from qrt.kernels.scores import LOG2_E, Scores
 from qrt.kernels.sizes import next_power_of_2
 from qrt.quant.device import store_digits_of_halves
 from qrt.quant.digits import GROUP
@@ -223,7 +223,7 @@ def _store_result(
 @triton.jit
 def _attend_kernel(  # noqa: C901 -- its branches are constants, or shared by all threads
     q, buffers, slot_table, parts, partial, lse, arrivals, rotation, out, scale, stride_q, stride_table,
-    new, turns, norms, smoothing, kv_lens, facts, softcap, slopes, sinks,
+    new, rope_positions, norms, smoothing, kv_lens, facts, softcap, slopes, sinks,
     G: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, H: tl.constexpr, M: tl.constexpr,
     TILE: tl.constexpr, FMT: tl.constexpr, STAGES: tl.constexpr, FIELDS: tl.constexpr,
     MERGED: tl.constexpr, FAN: tl.constexpr, TOGETHER: tl.constexpr, AHEAD: tl.constexpr,
@@ -232,10 +232,10 @@ def _attend_kernel(  # noqa: C901 -- its branches are constants, or shared by al
     """Grid (Hkv / TOGETHER, P).
 
     partial [P, Hq, D] and lse [P, Hq] take normalized parts. `new` is k, v, cos, sin and the strides of k and
-    v, or None if the cache already holds the last token. `turns` are rows of cos and sin, or None. `norms` is
-    from `head_norms.checked`. softcap is in base 2, slopes and sinks are not; each may be None. NEWEST says
-    that the kernel before writes no tokens but the last. With ROOM above 0, out and facts are the tensors of
-    `Digits`.
+    v, or None if the cache already holds the last token. `rope_positions` are rows of cos and sin, or None.
+    `norms` is from `head_norms.checked`. softcap is in base 2, slopes and sinks are not; each may be None.
+    NEWEST says that the kernel before writes no tokens but the last. With ROOM above 0, out and facts are
+    the tensors of `Digits`.
     """
     EARLY: tl.constexpr = launch_pdl and ROOM > 0
     if EARLY:  # the kernel that reads Digits requests its weights before it waits
@@ -251,7 +251,7 @@ def _attend_kernel(  # noqa: C901 -- its branches are constants, or shared by al
     dims, real = part_columns(D, FMT.parts, H)
     if new is not None:
         position = tl.maximum(tl.load(kv_lens + request) - 1, 0)
-        turn = position if turns is None else tl.load(turns + request)
+        turn = position if rope_positions is None else tl.load(rope_positions + request)
         angles = _angles(new, turn, dims, real, D)
     if launch_pdl:  # the kernel before writes the query and the last token, which is not loaded ahead
         if (AHEAD == 0) | (not NEWEST) | (is_last & ((new is not None) | (end - start <= AHEAD * TILE))):
@@ -351,7 +351,7 @@ def decode_attention(
     """See the package's docstring."""
     B, Hq, D = q.shape
     expect(out, "B Hq D", q.dtype, "out", B=B, Hq=Hq, D=D)
-    rule = Scores(scale, window, softcap=softcap, slopes=slopes, sinks=sinks)
+    rule = AttentionRule(scale, window, softcap=softcap, slopes=slopes, sinks=sinks)
     _launch(q, None, None, None, None, kv, slot_table, rows, kv_lens, parts, [out], format, rule, newest)
 
 
@@ -374,7 +374,7 @@ def append_attention(
     softcap: float = 0.0,
     slopes: Tensor | None = None,
     sinks: Tensor | None = None,
-    turns: Tensor | None = None,
+    rope_positions: Tensor | None = None,
     segment: int = 0,
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
@@ -387,18 +387,33 @@ def append_attention(
     expect(v, "B Hkv D", q.dtype, "v", B=B, Hkv=Hkv, D=D)
     if smoothing is not None:
         expect(smoothing, "3 Hkv D", torch.float32, "smoothing", Hkv=Hkv, D=D)
-    if turns is not None:
-        expect(turns, "B", torch.int32, "turns", B=B)
+    if rope_positions is not None:
+        expect(rope_positions, "B", torch.int32, "rope_positions", B=B)
     new = k, v, cos, sin, token_stride(k, "k"), token_stride(v, "v")
-    rule = Scores(scale, window, softcap=softcap, slopes=slopes, sinks=sinks)
+    rule = AttentionRule(scale, window, softcap=softcap, slopes=slopes, sinks=sinks)
     norms = checked(q_norm, k_norm, eps, D)
-    _launch(q, new, turns, norms, smoothing, kv, slot_table, rows, kv_lens, parts, out, format, rule, True)
+    _launch(
+        q,
+        new,
+        rope_positions,
+        norms,
+        smoothing,
+        kv,
+        slot_table,
+        rows,
+        kv_lens,
+        parts,
+        out,
+        format,
+        rule,
+        True,
+    )
 
 
 def _launch(
     q: Tensor,
     new: tuple[Any, ...] | None,
-    turns: Tensor | None,
+    rope_positions: Tensor | None,
     norms: tuple[Tensor, Tensor, float] | None,
     smoothing: Tensor | None,
     kv: Sequence[Tensor],
@@ -408,10 +423,10 @@ def _launch(
     parts: Tensor,
     out: Sequence[Tensor],
     format: str,
-    rule: Scores,
+    rule: AttentionRule,
     newest: bool,
 ) -> None:
-    """Launch the kernel, which takes `new`, `turns` and `norms`; out is [out] or the tensors of `Digits`."""
+    """Launch the kernel; out is [out] or the tensors of `Digits`."""
     B, Hq, D = expect(q, "B Hq D", name="q").values()
     Hkv = kv[0].shape[1]
     for name, lens in {"rows": rows, "kv_lens": kv_lens}.items():
@@ -442,7 +457,7 @@ def _launch(
     kernel.launch(
         (Hkv // block.heads, P), q, tuple(kv), slot_table, parts, partial, lse,
         _arrivals(next_power_of_2(P * Hkv), q.device), signs(D, q.device) if fmt.rotated else None,
-        result, rule.scale * LOG2_E, token_stride(q, "q"), slot_table.stride(0), new, turns,
+        result, rule.scale * LOG2_E, token_stride(q, "q"), slot_table.stride(0), new, rope_positions,
         norms, smoothing, kv_lens, facts, rule.softcap * LOG2_E or None, rule.slopes,
         rule.sinks,
     )  # fmt: skip

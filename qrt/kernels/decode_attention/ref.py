@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from qrt.kernels.attention_rule import AttentionRule, softmax, weigh
 from qrt.kernels.decode_attention.blocks import refuse_others
 from qrt.kernels.kv_write.ref import kv_write
-from qrt.kernels.scores import Scores, softmax, weigh
 from qrt.quant.digits import Digits
 from qrt.quant.kv import KV_FORMATS
 
@@ -39,12 +39,12 @@ def decode_attention(
     attending = (kv_lens >= 0).nonzero()[:, 0]
     for part in attending.split(many) if len(attending) else ():
         slots = slot_table[rows[part], : int(kv_lens[part].max())]
-        rule = Scores(scale, window, softcap=softcap, slopes=slopes, sinks=sinks, segment=segment)
+        rule = AttentionRule(scale, window, softcap=softcap, slopes=slopes, sinks=sinks, segment=segment)
         out[part] = _attend(q[part], kv, slots, kv_lens[part], format, rule).to(out.dtype)
 
 
 def _attend(
-    q: Tensor, kv: Sequence[Tensor], slots: Tensor, kv_lens: Tensor, format: str, rule: Scores
+    q: Tensor, kv: Sequence[Tensor], slots: Tensor, kv_lens: Tensor, format: str, rule: AttentionRule
 ) -> Tensor:
     """Return fp32 [B, Hq, D]: q [B, Hq, D] attends the first kv_lens [B] of slots [B, L]."""
     fmt = KV_FORMATS[format]
@@ -83,7 +83,7 @@ def append_attention(
     softcap: float = 0.0,
     slopes: Tensor | None = None,
     sinks: Tensor | None = None,
-    turns: Tensor | None = None,
+    rope_positions: Tensor | None = None,
     segment: int = 0,
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
@@ -93,7 +93,7 @@ def append_attention(
     refuse_others(format)
     live = kv_lens > 0
     positions = kv_lens[live].long() - 1
-    angles = positions if turns is None else turns[live].long()
+    angles = positions if rope_positions is None else rope_positions[live].long()
     slots = slot_table[rows[live].long(), positions].long()
     queries, norms = q[live], (q_norm, k_norm, eps)
     kv_write(queries, k[live], v[live], cos, sin, angles, slots, kv, smoothing, format, *norms)

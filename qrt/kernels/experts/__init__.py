@@ -1,8 +1,8 @@
-"""`experts`, `experts_shares`: the mlps of a mixture, each over the tokens that chose it.
+"""`experts`, `experts_partial`: the mlps of a mixture, each over the tokens that chose it.
 
 experts(x [T, H], chosen int32 [T, k], weights fp32 [T, k], gate_up: tensors, gate_up_bias [E, 2I] | None,
         down: tensors, down_bias [E, H] | None, scheme, act, on_input) -> [T, H] in x's dtype
-experts_shares(the same) -> fp32 [k, T, H]
+experts_partial(the same) -> fp32 [k, T, H]
     what each of a token's k experts adds; `add_rmsnorm` and its kind sum them
 
     y = sum over i of weights[:, i] * down(act(gate) * up), of expert chosen[:, i]
@@ -61,12 +61,12 @@ experts = define(
 )
 
 
-def _fake_shares(x: Tensor, chosen: Tensor) -> Tensor:
+def _fake_partial(x: Tensor, chosen: Tensor) -> Tensor:
     return x.new_empty(chosen.shape[1], *x.shape, dtype=torch.float32)
 
 
-experts_shares = define(
-    cpu.experts_shares if _PACKED_ON_CPU else ref.experts_shares,
-    triton="qrt.kernels.experts.kernel:experts_shares",
-    fake=_fake_shares,
+experts_partial = define(
+    cpu.experts_partial if _PACKED_ON_CPU else ref.experts_partial,
+    triton="qrt.kernels.experts.kernel:experts_partial",
+    fake=_fake_partial,
 )

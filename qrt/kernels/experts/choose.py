@@ -39,7 +39,7 @@ _MOST = {
 }  # fmt: skip  # places of a block, by bytes of x: sums fill the registers
 
 
-class Sizes(NamedTuple):
+class ExpertSizes(NamedTuple):
     """What a plan depends on.
 
     layout    of the weights
@@ -73,7 +73,7 @@ class Sizes(NamedTuple):
         return self.tokens * self.top_k
 
 
-class Plan(NamedTuple):
+class ExpertsPlan(NamedTuple):
     """How the experts of a layer run.
 
     block     places of a block
@@ -92,13 +92,13 @@ class Plan(NamedTuple):
     down: FusedPlan | BlockPlan | WidePlan
 
 
-def is_ordered(sizes: Sizes) -> bool:
+def is_ordered(sizes: ExpertSizes) -> bool:
     """Return whether assignments are ordered: not for one token, nor for few that rarely share an expert."""
     few = sizes.assignments <= SINGLES and 4 * sizes.assignments * sizes.tokens <= sizes.experts
     return sizes.tokens > 1 and not few
 
 
-def block_of(sizes: Sizes) -> int:
+def block_of(sizes: ExpertSizes) -> int:
     """Return the places of a block: half more than an expert gets on average, if registers allow it."""
     if not is_ordered(sizes):
         return _LEAST[sizes.layout]
@@ -106,7 +106,7 @@ def block_of(sizes: Sizes) -> int:
     return min(max(_LEAST[sizes.layout], wanted), _MOST[sizes.layout][sizes.dtype.itemsize])
 
 
-def plan(sizes: Sizes) -> Plan:
+def plan(sizes: ExpertSizes) -> ExpertsPlan:
     """Return a plan by rules of thumb; this module says which were measured."""
     ordered, block = is_ordered(sizes), block_of(sizes)
     if sizes.sms and ordered and block > FUSED:
@@ -117,14 +117,14 @@ def plan(sizes: Sizes) -> Plan:
         size = sizes.dtype.itemsize
         tiled = _tiles(2 * sizes.inner, *first, size, block, singles, joined)
         down = _tiles(sizes.hidden, *second, size, block, singles)
-        return Plan(block, ordered, joined, False, tiled, down)
+        return ExpertsPlan(block, ordered, joined, False, tiled, down)
     int8 = sizes.layout is Layout.INT8_ROWS
     gate_up = _rows(sizes, 2 * sizes.inner, sizes.steps[0], block, singles, 64)
     rows = _rows(sizes, sizes.hidden, sizes.steps[1], block, singles, 32)
-    return Plan(block, ordered, True, int8, gate_up, rows)
+    return ExpertsPlan(block, ordered, True, int8, gate_up, rows)
 
 
-def explain(sizes: Sizes) -> tuple[str, str]:
+def explain(sizes: ExpertSizes) -> tuple[str, str]:
     """Return which kernel runs each of the two products, and why, in a sentence or two."""
     how = plan(sizes)
     why = "each token is a block of its own with each of its experts"
@@ -140,17 +140,17 @@ def explain(sizes: Sizes) -> tuple[str, str]:
     return found[0], found[1]
 
 
-def _wide(sizes: Sizes) -> Plan:
+def _wide(sizes: ExpertSizes) -> ExpertsPlan:
     """Return a plan of Hopper's kernel for both products."""
     block = expert_block(sizes.assignments, sizes.experts, sizes.int8)
     joined, owners = sizes.inner % TILE_ROWS == 0, min(sizes.assignments, sizes.experts)
     if sizes.int8 and block in INT8_EXPERTS:  # less is bound by reading weights
-        return Plan(block, True, joined, True, *INT8_EXPERTS[block])
+        return ExpertsPlan(block, True, joined, True, *INT8_EXPERTS[block])
     gate_up, down = (
         expert_plan(block, owners, cdiv(n, TILE_ROWS), words, sizes.sms)
         for n, words in zip((2 * sizes.inner, sizes.hidden), sizes.words, strict=True)
     )
-    return Plan(block, True, joined, False, gate_up, down)
+    return ExpertsPlan(block, True, joined, False, gate_up, down)
 
 
 def _splits(programs: int, singles: int, steps: int, n: int) -> int:
@@ -182,7 +182,7 @@ def _tiles(
     return FusedPlan(blocks, splits, warps, 4 if warps == 2 and splits == 1 else 3)
 
 
-def _rows(sizes: Sizes, n: int, k: int, block: int, singles: int, outputs: int) -> BlockPlan:
+def _rows(sizes: ExpertSizes, n: int, k: int, block: int, singles: int, outputs: int) -> BlockPlan:
     """Return a plan for rows, of `outputs` for few tokens. Only int8 rows have counters."""
     int8 = sizes.layout is Layout.INT8_ROWS
     itemsize = 1 if int8 else sizes.dtype.itemsize

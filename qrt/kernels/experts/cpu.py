@@ -15,11 +15,13 @@ def experts(
     down: Sequence[Tensor], down_bias: Tensor | None, scheme: str, act: str, on_input: bool,
 ) -> Tensor:  # fmt: skip
     """Return what a token's experts add to it, [T, H] in x's dtype."""
-    shares = experts_shares(x, chosen, weights, gate_up, gate_up_bias, down, down_bias, scheme, act, on_input)
+    shares = experts_partial(
+        x, chosen, weights, gate_up, gate_up_bias, down, down_bias, scheme, act, on_input
+    )
     return summed(shares, x.dtype)
 
 
-def experts_shares(
+def experts_partial(
     x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Sequence[Tensor], gate_up_bias: Tensor | None,
     down: Sequence[Tensor], down_bias: Tensor | None, scheme: str, act: str, on_input: bool,
 ) -> Tensor:  # fmt: skip

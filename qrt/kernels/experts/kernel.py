@@ -17,7 +17,7 @@ from torch import Tensor
 from qrt.checks import expect
 from qrt.kernels.act_mul.kernel import act_mul
 from qrt.kernels.experts import choose, ref
-from qrt.kernels.experts.choose import Plan, Sizes, plan
+from qrt.kernels.experts.choose import ExpertSizes, ExpertsPlan, plan
 from qrt.kernels.experts.order_kernel import order
 from qrt.kernels.experts.tokens_kernel import add, arrange
 from qrt.kernels.gpu import multiprocessors
@@ -51,11 +51,11 @@ def experts(
     return add(summands, x.dtype)
 
 
-def experts_shares(
+def experts_partial(
     x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Sequence[Tensor], gate_up_bias: Tensor | None,
     down: Sequence[Tensor], down_bias: Tensor | None, scheme: str, act: str, on_input: bool,
 ) -> Tensor:  # fmt: skip
-    """Run `qrt::experts_shares` on CUDA tensors."""
+    """Run `qrt::experts_partial` on CUDA tensors."""
     return _summands(
         x, chosen, weights, gate_up, gate_up_bias, down, down_bias, scheme, act, on_input, torch.float32
     )
@@ -72,7 +72,7 @@ def _summands(
     if kind.layout is Layout.OWN:
         _say(scheme)
         others = gate_up, gate_up_bias, down, down_bias, scheme, act, on_input
-        return ref.experts_shares(x, chosen, weights, *others).to(dtype)
+        return ref.experts_partial(x, chosen, weights, *others).to(dtype)
     y = torch.empty(top_k, *x.shape, dtype=dtype, device=x.device)  # what down writes is as wide as x
     if not tokens:
         return y
@@ -100,17 +100,18 @@ def _summands(
     return y
 
 
-def _quantized(x: Tensor | QuantizedTokens, how: Plan) -> Tensor | QuantizedTokens:
+def _quantized(x: Tensor | QuantizedTokens, how: ExpertsPlan) -> Tensor | QuantizedTokens:
     """Return x as both products read it."""
     return quantize_tokens(x) if how.int8 and isinstance(x, Tensor) else x
 
 
 def _sizes(
-    layout: Layout, x: Tensor, top_k: int, experts: int, first: _Tiles | _Rows, second: _Tiles | _Rows
-) -> Sizes:  # fmt: skip
+    layout: Layout, x: Tensor, top_k: int, experts: int, first: _Tiles | _StackedRows,
+    second: _Tiles | _StackedRows,
+) -> ExpertSizes:  # fmt: skip
     """Return what a plan depends on."""
     inner, steps = first.n // 2, (first.steps, second.steps)
-    sizes = Sizes(layout, x.dtype, len(x), top_k, experts, second.n, inner, steps)
+    sizes = ExpertSizes(layout, x.dtype, len(x), top_k, experts, second.n, inner, steps)
     if isinstance(first, _Tiles) and isinstance(second, _Tiles):
         wide = first.is_wide(x) and second.is_wide(x.new_empty(0, inner))
         int8 = first.is_int8(x) and second.is_int8(x.new_empty(0, inner))
@@ -174,7 +175,7 @@ class _Tiles:
             fused_gemm(x, self._weight, bias, y, self.constants, how, act, group)
 
 
-class _Rows:
+class _StackedRows:
     """The product with weights of all experts that lie row by row, [E, N, K]."""
 
     perm = None
@@ -196,5 +197,5 @@ class _Rows:
         grouped_rows(codes, token_scale, self._tensors, bias, y, how, act, group)
 
 
-def _product(kind: WeightScheme, tensors: Sequence[Tensor]) -> _Tiles | _Rows:
-    return _Tiles(kind, tensors) if isinstance(kind, TiledScheme) else _Rows(tensors)
+def _product(kind: WeightScheme, tensors: Sequence[Tensor]) -> _Tiles | _StackedRows:
+    return _Tiles(kind, tensors) if isinstance(kind, TiledScheme) else _StackedRows(tensors)

@@ -67,11 +67,13 @@ def experts(
     on_input: bool,
 ) -> Tensor:
     """Return what a token's experts add to it, [T, H] in x's dtype."""
-    shares = experts_shares(x, chosen, weights, gate_up, gate_up_bias, down, down_bias, scheme, act, on_input)
+    shares = experts_partial(
+        x, chosen, weights, gate_up, gate_up_bias, down, down_bias, scheme, act, on_input
+    )
     return summed(shares, x.dtype)
 
 
-def experts_shares(
+def experts_partial(
     x: Tensor,
     chosen: Tensor,
     weights: Tensor,

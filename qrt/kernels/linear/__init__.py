@@ -7,8 +7,8 @@ linear_act(x [T, K], weight, bias, scheme, act) -> [T, N / 2] in x's dtype
     `act_mul` of `linear`, for a weight that stacks a gate over its up
 linear_act_int8(codes, token_scale, weight, bias, scheme, dtype, act) -> codes int8 [T, N / 2], scale fp32 [T]
     `act_mul_int8` of `linear_int8`, likewise
-linear_shares(x [T, K], weight, scheme) -> fp32 [S, T, N]
-linear_int8_shares(codes int8 [T, K], token_scale fp32 [T], weight, scheme) -> fp32 [S, T, N]
+linear_partial(x [T, K], weight, scheme) -> fp32 [S, T, N]
+linear_int8_partial(codes int8 [T, K], token_scale fp32 [T], weight, scheme) -> fp32 [S, T, N]
     the sums of each of S splits of K, without a bias; the kernel chooses S. `add_rmsnorm` adds them, so that
     no program waits for others; for schemes with `int8_tokens`
 
@@ -94,26 +94,26 @@ linear_int8 = define(
 )
 
 
-def _fake_shares(x: Tensor, weight: Sequence[Tensor], scheme: str) -> Tensor:
+def _fake_partial(x: Tensor, weight: Sequence[Tensor], scheme: str) -> Tensor:
     splits = torch.library.get_ctx().new_dynamic_size()
     return x.new_empty(splits, x.shape[0], WEIGHT_SCHEMES[scheme].out_features(weight), dtype=torch.float32)
 
 
-linear_shares = define(
-    ref.linear_shares,
-    triton="qrt.kernels.linear.kernel:linear_shares",
-    fake=_fake_shares,
+linear_partial = define(
+    ref.linear_partial,
+    triton="qrt.kernels.linear.kernel:linear_partial",
+    fake=_fake_partial,
 )
 
 
-def _fake_int8_shares(codes: Tensor, weight: Sequence[Tensor], scheme: str) -> Tensor:
-    return _fake_shares(codes, weight, scheme)
+def _fake_int8_partial(codes: Tensor, weight: Sequence[Tensor], scheme: str) -> Tensor:
+    return _fake_partial(codes, weight, scheme)
 
 
-linear_int8_shares = define(
-    ref.linear_int8_shares,
-    triton="qrt.kernels.linear.kernel:linear_int8_shares",
-    fake=_fake_int8_shares,
+linear_int8_partial = define(
+    ref.linear_int8_partial,
+    triton="qrt.kernels.linear.kernel:linear_int8_partial",
+    fake=_fake_int8_partial,
 )
 
 

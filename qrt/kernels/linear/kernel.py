@@ -194,14 +194,14 @@ def linear_int8(
     return done.y
 
 
-def linear_shares(x: Tensor, weight: Sequence[Tensor], scheme: str) -> Tensor:
-    """`qrt::linear_shares` on CUDA tensors."""
+def linear_partial(x: Tensor, weight: Sequence[Tensor], scheme: str) -> Tensor:
+    """`qrt::linear_partial` on CUDA tensors."""
     codes, scale, _ = quantize_tokens(x.contiguous())
-    return linear_int8_shares(codes, scale, weight, scheme)
+    return linear_int8_partial(codes, scale, weight, scheme)
 
 
-def linear_int8_shares(codes: Tensor, token_scale: Tensor, weight: Sequence[Tensor], scheme: str) -> Tensor:
-    """`qrt::linear_int8_shares` on CUDA tensors."""
+def linear_int8_partial(codes: Tensor, token_scale: Tensor, weight: Sequence[Tensor], scheme: str) -> Tensor:
+    """`qrt::linear_int8_partial` on CUDA tensors."""
     tokens = QuantizedTokens(codes, token_scale, torch.float32)
     done = _multiply_codes(WEIGHT_SCHEMES[scheme], tokens, weight, None, Epilogue.PARTIAL_SUMS)
     return done.y if done.y.dim() == 3 else done.y[None]

@@ -30,13 +30,13 @@ def linear_int8(
     return WEIGHT_SCHEMES[scheme].linear_int8_ref(tokens, weight, bias)
 
 
-def linear_shares(x: Tensor, weight: Sequence[Tensor], scheme: str) -> Tensor:
+def linear_partial(x: Tensor, weight: Sequence[Tensor], scheme: str) -> Tensor:
     """Multiply x [T, K]: fp32 [1, T, N], as nothing is split."""
     codes, scale, _ = QuantizedTokens.of(x)
-    return linear_int8_shares(codes, scale, weight, scheme)
+    return linear_int8_partial(codes, scale, weight, scheme)
 
 
-def linear_int8_shares(codes: Tensor, token_scale: Tensor, weight: Sequence[Tensor], scheme: str) -> Tensor:
+def linear_int8_partial(codes: Tensor, token_scale: Tensor, weight: Sequence[Tensor], scheme: str) -> Tensor:
     """Multiply codes int8 [T, K] with token_scale fp32 [T]: fp32 [1, T, N]."""
     return linear_int8(codes, token_scale, weight, None, scheme, torch.float32)[None]
 

@@ -17,13 +17,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
+from qrt.kernels.attention_rule import AttentionRule
 from qrt.kernels.descriptor import Descriptor, box, descriptor_at, descriptor_of
 from qrt.kernels.gpu import is_hopper, multiprocessors
 from qrt.kernels.launch import variant
 from qrt.kernels.linear.device import DTYPES, signals
 from qrt.kernels.prefill_attention.hopper_attend_kernel import attend, item, place
 from qrt.kernels.prefill_attention.tiles import tile_rows
-from qrt.kernels.scores import Scores
 
 KEYS = 128  # per tile of K or V
 RING_BYTES = 128 << 10  # for K and V in shared memory
@@ -193,7 +193,7 @@ def _clear(tile, valid, S: gl.constexpr):
     tl.debug_barrier()
 
 
-def fits(q: Tensor, k: Tensor, v: Tensor, rule: Scores) -> bool:
+def fits(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> bool:
     """Return whether `hopper_prefill` takes q [T, Hq, D] and k, v [T, Hkv, D] by this rule.
 
     It needs a 16-bit dtype, a D of 64 or 128, tokens that the copy engine can read, and a GPU with wgmma. It
@@ -223,7 +223,7 @@ def _of_keys(x: Tensor) -> Descriptor:
 
 def hopper_prefill(
     q: Tensor, k: Tensor, v: Tensor, cached_k: Tensor, cached_v: Tensor, tiles: Tensor, query_start: Tensor,
-    cached_start: Tensor, rotation: tuple[Tensor, float] | None, out: Tensor, rule: Scores,
+    cached_start: Tensor, rotation: tuple[Tensor, float] | None, out: Tensor, rule: AttentionRule,
     attend_cache: bool,
 ) -> None:  # fmt: skip
     """Attend all `tiles` and write out [T, Hq, D]; q, k, v and the rule must be what `fits`.

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qrt.checks import expect
+from qrt.kernels.attention_rule import LOG2_E, AttentionRule
 from qrt.kernels.device import (
     capped,
     half_width,
@@ -33,7 +34,6 @@ from qrt.kernels.gpu import multiprocessors, shared_bytes
 from qrt.kernels.launch import variant
 from qrt.kernels.prefill_attention.hopper_kernel import fits, hopper_prefill
 from qrt.kernels.prefill_attention.tiles import FIELDS, tile_rows
-from qrt.kernels.scores import LOG2_E, Scores
 from qrt.kernels.sizes import cdiv
 from qrt.quant.kv import KV_FORMATS, KVFormat
 from qrt.quant.kv.device import part_columns
@@ -327,7 +327,7 @@ def prefill_attention(
     dtype = torch.float16 if fmt.bits < 16 and q.dtype is torch.bfloat16 else q.dtype
     cached_k, cached_v = (torch.empty(num_cached, Hkv, D, dtype=dtype, device=q.device) for _ in "kv")
     gather(kv, slot_table, rows, cached_start, fmt, cached_k, cached_v)
-    rule = Scores(
+    rule = AttentionRule(
         scale * LOG2_E, window, softcap=softcap * LOG2_E, slopes=slopes, sinks=sinks, segment=segment
     )
     rotation = signs(D, q.device) if fmt.rotated else None
@@ -338,7 +338,7 @@ def prefill_attention(
 
 def _triton_prefill(
     q: Tensor, k: Tensor, v: Tensor, cached_k: Tensor, cached_v: Tensor, tiles: Tensor, query_start: Tensor,
-    cached_start: Tensor, rotation: tuple[Tensor, float] | None, out: Tensor, rule: Scores,
+    cached_start: Tensor, rotation: tuple[Tensor, float] | None, out: Tensor, rule: AttentionRule,
     attend_cache: bool,
 ) -> None:  # fmt: skip
     """Do what `hopper_prefill` does, for any tensors and any rule; its scale and softcap are in base 2."""

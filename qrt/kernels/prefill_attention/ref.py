@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from qrt.kernels.scores import Scores, softmax, weigh
+from qrt.kernels.attention_rule import AttentionRule, softmax, weigh
 from qrt.quant.kv import KV_FORMATS
 
 QUERIES = 256  # rows of the score matrix at a time
@@ -37,7 +37,7 @@ def prefill_attention(
 ) -> None:
     """See the package's docstring; `tiles` and `num_cached` do not matter here."""
     fmt = KV_FORMATS[format]
-    rule = Scores(scale, window, softcap=softcap, slopes=slopes, sinks=sinks, segment=segment)
+    rule = AttentionRule(scale, window, softcap=softcap, slopes=slopes, sinks=sinks, segment=segment)
     chunks = zip(rows.tolist(), pairwise(query_start.tolist()), cached_start.diff().tolist(), strict=True)
     for row, bounds, cached in chunks:
         chunk = slice(*bounds)
@@ -50,7 +50,7 @@ def prefill_attention(
         out[chunk] = fmt.from_basis(attended)
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, rule: Scores) -> Tensor:
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
     """Attend q [n, Hq, D], the last n of the L positions of k, v [L, Hkv, D] -> [n, Hq, D]; all fp32."""
     n, L = len(q), len(k)
     q = q * rule.scale

@@ -256,14 +256,14 @@ def launch_add(
     inner, inner_eps, factor, peers = added
     _launch(
         x.contiguous(), residual, weight, eps, y, token_scale, inner=inner, inner_eps=inner_eps,
-        factor=factor, shares=_shares(x), room=room, centred=centred, bias=bias, peers=peers,
+        factor=factor, shares=_partial_sums(x), room=room, centred=centred, bias=bias, peers=peers,
     )  # fmt: skip
 
 
 def launch_sum(x: Tensor, y: Tensor, peers: Tensor) -> None:
     """Write the sum of x [T, K], or of its shares fp32 [S, T, K], over all ranks to y [T, K]."""
-    _launch(x.contiguous(), None, None, 0.0, y, shares=_shares(x), peers=peers)
+    _launch(x.contiguous(), None, None, 0.0, y, shares=_partial_sums(x), peers=peers)
 
 
-def _shares(x: Tensor) -> int:
+def _partial_sums(x: Tensor) -> int:
     return x.shape[0] if x.dim() == 3 else 0

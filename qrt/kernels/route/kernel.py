@@ -26,7 +26,7 @@ from qrt.kernels.route.device import NEVER, choose, scores_of, sparsemixer
 from qrt.kernels.sizes import cdiv, next_power_of_2
 
 
-class Plan(NamedTuple):
+class RoutePlan(NamedTuple):
     """How the kernel is launched.
 
     tokens    tokens of a block
@@ -45,7 +45,7 @@ class Plan(NamedTuple):
     warps: int
 
 
-def plan(tokens: int, hidden: int, columns: int) -> Plan:
+def plan(tokens: int, hidden: int, columns: int) -> RoutePlan:
     """Return a plan by a rule of thumb: about a program for each of 132 SMs, at most 4 splits of K.
 
     More splits take the last program longer, as it reads all their sums.
@@ -60,7 +60,7 @@ def plan(tokens: int, hidden: int, columns: int) -> Plan:
     most = max(1, COUNTERS // (blocks * (columns // each)))
     share, splits = split_evenly(cdiv(hidden, inputs), min(4, most), blocks, COUNTERS)
     few = tokens <= 4 and columns <= 256  # more rows are shared by eight warps
-    return Plan(block, each, inputs, share, splits, 4 if few else 8)
+    return RoutePlan(block, each, inputs, share, splits, 4 if few else 8)
 
 
 @triton.jit

@@ -28,7 +28,7 @@ a pause. u is the same to the bit everywhere. Sums and logarithms are fp32: a gr
 SCORE_ERROR * (1 + its magnitude) of the exact one, and a cumulative share within SHARE_ERROR. So two
 implementations draw different tokens only where the two best scores, or a share and u, are that close.
 
-sample_words(logits [S, n], rows, temperature, seed, position, first) -> [S] int64
+packed_samples(logits [S, n], rows, temperature, seed, position, first) -> [S] int64
 
 is what one of several ranks draws, which has the n logits of the vocabulary from token `first` on, a multiple
 of 8. A word holds score and token, so that the largest of the ranks' words holds the token that `sample`
@@ -53,7 +53,7 @@ def _fake(logits: Tensor) -> Tensor:
 
 
 def token_of(words: Tensor) -> Tensor:
-    """Return the token of each word of `sample_words`, int64; NOT_FINITE where one of the ranks gave that."""
+    """Return the token of each of `packed_samples`, int64; NOT_FINITE where a rank gave that."""
     return ref.LAST - (words & ref.LOW)
 
 
@@ -62,8 +62,8 @@ sample = define(
     triton="qrt.kernels.sample.kernel:sample",
     fake=_fake,
 )
-sample_words = define(
-    ref.sample_words,
-    triton="qrt.kernels.sample.kernel:sample_words",
+packed_samples = define(
+    ref.packed_samples,
+    triton="qrt.kernels.sample.kernel:packed_samples",
     fake=_fake,
 )

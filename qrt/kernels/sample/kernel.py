@@ -293,10 +293,10 @@ def sample(
     return _launched(logits, (rows, temperature, seed, position, least, masks, mask_at), 0, word=False)
 
 
-def sample_words(
+def packed_samples(
     logits: Tensor, rows: Tensor, temperature: Tensor, seed: Tensor, position: Tensor, first: int
 ) -> Tensor:
-    """Run `qrt::sample_words` on CUDA tensors."""
+    """Run `qrt::packed_samples` on CUDA tensors."""
     own = rows, temperature, seed, position, None, None, None
     return _launched(logits, own, first // ref.GROUP, word=True)
 

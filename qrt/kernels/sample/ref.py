@@ -35,7 +35,7 @@ def not_finite(logits: Tensor) -> Tensor:
     return ~(logits.amax(-1) < _INF)  # the largest of numbers with a NaN is NaN
 
 
-def sample_words(
+def packed_samples(
     logits: Tensor, rows: Tensor, temperature: Tensor, seed: Tensor, position: Tensor, first: int
 ) -> Tensor:
     """See the package's docstring."""

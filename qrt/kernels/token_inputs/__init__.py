@@ -15,10 +15,10 @@ kv_lens     positions + 1 of the first `decodes` tokens; -1 where the position i
             no tokens, whose position is then 0
 parts       `plan_parts` of kv_lens for each of the W windows and segments; empty if `decodes` is 0
 
-advance(rows int64 [S], tokens int64 [S], drawn int32 [S] | None, last_token int64 [R], length int32 [R])
+advance(rows int64 [S], tokens int64 [S], counts int32 [S] | None, last_token int64 [R], length int32 [R])
 
-Sets last_token[rows] = tokens and length[rows] += drawn (1 if drawn is None). If a row comes twice, its drawn
-must be 0. Of a negative token, which is none, last_token becomes 0, so that the next step can read it.
+Sets last_token[rows] = tokens and length[rows] += counts (1 if counts is None). If a row comes twice, its
+counts must be 0. Of a negative token, which is none, last_token becomes 0, so that the next step can read it.
 """
 
 from __future__ import annotations

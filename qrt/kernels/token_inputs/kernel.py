@@ -147,20 +147,20 @@ def token_inputs(
 
 
 @triton.jit(do_not_specialize=["S"])
-def _advance(rows, tokens, drawn, last_token, length, S, ROWS: tl.constexpr, launch_pdl: tl.constexpr):
+def _advance(rows, tokens, counts, last_token, length, S, ROWS: tl.constexpr, launch_pdl: tl.constexpr):
     """Grid (cdiv(S, ROWS),)."""
     after_previous(launch_pdl)
     at = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     real = at < S
     row = tl.load(rows + at, mask=real, other=0)
-    more = 1 if drawn is None else tl.load(drawn + at, mask=real, other=0)
+    more = 1 if counts is None else tl.load(counts + at, mask=real, other=0)
     token = tl.maximum(tl.load(tokens + at, mask=real, other=0), 0)
     tl.store(last_token + row, token, mask=real)
     tl.store(length + row, tl.load(length + row, mask=real, other=0) + more, mask=real)
 
 
-def advance(rows: Tensor, tokens: Tensor, drawn: Tensor | None, last_token: Tensor, length: Tensor) -> None:
+def advance(rows: Tensor, tokens: Tensor, counts: Tensor | None, last_token: Tensor, length: Tensor) -> None:
     """See the package's docstring."""
     if S := len(rows):
         kernel = variant(_advance, ROWS=_ROWS, launch_pdl=overlaps(rows.device))
-        kernel.launch((cdiv(S, _ROWS),), rows, tokens, drawn, last_token, length, S)
+        kernel.launch((cdiv(S, _ROWS),), rows, tokens, counts, last_token, length, S)

@@ -50,7 +50,7 @@ def token_inputs(
     return ids, positions, slots, kv_lens, parts
 
 
-def advance(rows: Tensor, tokens: Tensor, drawn: Tensor | None, last_token: Tensor, length: Tensor) -> None:
+def advance(rows: Tensor, tokens: Tensor, counts: Tensor | None, last_token: Tensor, length: Tensor) -> None:
     """See the package's docstring."""
     last_token.index_copy_(0, rows, tokens.clamp(min=0))
-    length.index_add_(0, rows, torch.ones_like(rows, dtype=torch.int32) if drawn is None else drawn)
+    length.index_add_(0, rows, torch.ones_like(rows, dtype=torch.int32) if counts is None else counts)

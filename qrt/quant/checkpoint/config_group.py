@@ -13,8 +13,8 @@ from qrt.errors import CheckpointError, UnsupportedError
 from qrt.quant import e2m1
 from qrt.quant.checkpoint import mxfp4
 from qrt.quant.checkpoint.folder import TensorFolder
-from qrt.quant.checkpoint.format import REMEDY, Kind, block_of, codes_of, kind_of
-from qrt.quant.checkpoint.layout import FloatQuantized, IntQuantized, Layout, PackQuantized
+from qrt.quant.checkpoint.format import REMEDY, CodeKind, block_of, codes_of, kind_of
+from qrt.quant.checkpoint.layout import CodeLayout, FloatQuantized, IntQuantized, PackQuantized
 from qrt.quant.module_names import REGEX
 from qrt.quant.spec import Granularity, QuantSpec
 from qrt.quant.weight import WEIGHT_SCHEMES, WeightData
@@ -22,7 +22,7 @@ from qrt.quant.weight import WEIGHT_SCHEMES, WeightData
 logger = logging.getLogger(__name__)
 
 NAIVE = "naive-quantized"  # old name of the two layouts with one byte per code
-LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in (PackQuantized(), IntQuantized())}
+LAYOUTS: dict[str, CodeLayout] = {layout.name: layout for layout in (PackQuantized(), IntQuantized())}
 # Defaults of `weights` and `input_activations` (QuantizationArgs of compressed-tensors).
 DEFAULTS: dict[str, Any] = {
     "num_bits": 8,
@@ -86,7 +86,7 @@ class Group:
     decode: Callable[[TensorFolder, str], WeightData]
 
 
-def layout_of(scheme: str) -> Layout:
+def layout_of(scheme: str) -> CodeLayout:
     """Return how `scheme` is written; UnsupportedError for a scheme that has no layout here."""
     stored = WEIGHT_SCHEMES[scheme].stored
     if stored is None:
@@ -113,8 +113,8 @@ def _described(scheme: str) -> str:
 def layout_in(tensors: TensorFolder, module: str) -> str | None:
     """Return the layout that the tensors of `module` have; None where its weight is plain."""
     kind, codes = kind_of(tensors, module), codes_of(tensors, module)
-    if kind is not Kind.INTEGERS or codes is None:
-        return None if kind is None else {Kind.FP8: FloatQuantized.name, Kind.MXFP4: MXFP4}[kind]
+    if kind is not CodeKind.INTEGERS or codes is None:
+        return None if kind is None else {CodeKind.FP8: FloatQuantized.name, CodeKind.MXFP4: MXFP4}[kind]
     return PackQuantized.name if codes.endswith("packed") else IntQuantized.name
 
 

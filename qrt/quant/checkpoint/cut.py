@@ -10,7 +10,7 @@ from torch import Tensor
 
 from qrt.checks import Dimension, dimension
 from qrt.quant.checkpoint.folder import TensorFolder, mismatch
-from qrt.quant.checkpoint.shard import Shard
+from qrt.quant.checkpoint.shard import ShardFile
 
 BLOCK = 32  # outputs that are read together: whole words, whatever the width of a code
 Ranges = tuple[tuple[int, int], ...]
@@ -61,7 +61,7 @@ class Slices(TensorFolder):
         self.path, self._shard_of = folder.path, folder._shard_of
         self._folder, self._module, self._cut = folder, module, cut
 
-    def shard(self, name: str) -> Shard:
+    def shard(self, name: str) -> ShardFile:
         return self._folder.shard(name)
 
     def name_in_messages(self, name: str) -> str:

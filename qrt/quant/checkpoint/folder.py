@@ -12,7 +12,7 @@ from torch import Tensor
 from qrt.checks import expect
 from qrt.errors import CheckpointError
 from qrt.model_files.folder import is_file, no_weights, read_json, weight_files
-from qrt.quant.checkpoint.shard import Shard, open_shard
+from qrt.quant.checkpoint.shard import ShardFile, open_shard
 from qrt.quant.spec import TensorSpec
 from qrt.registry import nearest
 
@@ -28,7 +28,7 @@ class TensorFolder:
     shards    the shard of each tensor, if already known
     """
 
-    def __init__(self, path: Path, shards: Mapping[str, Shard] | None = None) -> None:
+    def __init__(self, path: Path, shards: Mapping[str, ShardFile] | None = None) -> None:
         self.path = path
         self._shard_of = _shards(path) if shards is None else dict(shards)
 
@@ -93,7 +93,7 @@ class TensorFolder:
         """Return which of a Linear's `count` inputs `tensor` returns, int64 in their order: all."""
         return torch.arange(count)
 
-    def shard(self, name: str) -> Shard:
+    def shard(self, name: str) -> ShardFile:
         """Return the shard that holds a tensor; CheckpointError when it is absent."""
         if name not in self._shard_of:
             stored, names = self.name_in_messages(name), map(self.name_in_messages, self._shard_of)
@@ -113,7 +113,7 @@ def mismatch(path: Path, name: str, came: Iterable[int], expected: Iterable[int]
     )
 
 
-class Expert(TensorFolder):
+class ExpertTensors(TensorFolder):
     """The tensors of one expert of those that are stored together [E, ...], under the names of a Linear.
 
     So every format reads it as it reads a Linear. `stack` is the name of the tensor of unquantized weights;
@@ -137,7 +137,7 @@ class Expert(TensorFolder):
         if not self._shard_of:
             folder.spec(stack)  # raises, as there is no such tensor
 
-    def without(self, name: str) -> Expert:
+    def without(self, name: str) -> ExpertTensors:
         """Return the same tensors but for `name`."""
         other = copy.copy(self)
         other._shard_of = {own: shard for own, shard in self._shard_of.items() if own != name}
@@ -163,7 +163,7 @@ class Expert(TensorFolder):
         return f"{self.module}{WEIGHT}{kind}" if is_own else None
 
 
-def _slice_of(folder: TensorFolder, stored: str, own: str, index: int) -> Shard:
+def _slice_of(folder: TensorFolder, stored: str, own: str, index: int) -> ShardFile:
     """Return a shard that holds element `index` of the tensor `stored`, as `own`."""
     shard = folder.shard(stored)
     spec, begin = shard.tensors[stored]
@@ -173,10 +173,10 @@ def _slice_of(folder: TensorFolder, stored: str, own: str, index: int) -> Shard:
             f"{spec.shape[0] if spec.shape else 'one number'}; {MISMATCH}"
         )
     one = TensorSpec(spec.shape[1:], spec.dtype)
-    return Shard(shard.path, {own: (one, begin + index * one.num_bytes)})
+    return ShardFile(shard.path, {own: (one, begin + index * one.num_bytes)})
 
 
-def _shards(folder: Path) -> dict[str, Shard]:
+def _shards(folder: Path) -> dict[str, ShardFile]:
     """Return the opened shard of each tensor; a single file wins over an index, as in transformers."""
     names = [path.name for path in folder.iterdir() if not path.is_dir()]
     single, listed = weight_files(names)
@@ -198,7 +198,7 @@ def _shards(folder: Path) -> dict[str, Shard]:
     return {name: shards[file] for name, file in weight_map.items()}
 
 
-def _open_listed(index: Path, file: str) -> Shard:
+def _open_listed(index: Path, file: str) -> ShardFile:
     """Open a shard that an index names; refuse a name that leaves the folder (links inside it are fine)."""
     if file != Path(file).name or file == "..":
         raise CheckpointError(f"{index}: expected plain file names inside the folder, got {file!r}")

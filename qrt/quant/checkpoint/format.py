@@ -129,7 +129,7 @@ def is_finite(tensor: Tensor) -> bool:
     return all(bool(end.isfinite()) for end in ends)  # NaN is either end
 
 
-class Kind(Enum):
+class CodeKind(Enum):
     """What the codes of a Linear are."""
 
     FP8 = "fp8"
@@ -146,23 +146,23 @@ def codes_of(tensors: TensorFolder, module: str) -> str | None:
     return name if tensors.has(name) and tensors.spec(name).dtype in CODES else None
 
 
-def kind_of(tensors: TensorFolder, module: str) -> Kind | None:
+def kind_of(tensors: TensorFolder, module: str) -> CodeKind | None:
     """Return what the codes of `module` are; None where it has none."""
     name = codes_of(tensors, module)
     if name is None:
         return None
     dtype = tensors.spec(name).dtype
     if dtype in FP8:
-        return Kind.FP8
+        return CodeKind.FP8
     floats = name.endswith(PACKED[:2]) and dtype == torch.uint8
-    return Kind.MXFP4 if floats else Kind.INTEGERS
+    return CodeKind.MXFP4 if floats else CodeKind.INTEGERS
 
 
 def shape_of(tensors: TensorFolder, module: str) -> tuple[int, ...]:
     """Return the shape [N, K] of the weight that floating-point codes mean, or of a plain one."""
     name = codes_of(tensors, module) or f"{module}{WEIGHT}"
     shape = tensors.spec(name).shape
-    if kind_of(tensors, module) is not Kind.MXFP4:
+    if kind_of(tensors, module) is not CodeKind.MXFP4:
         return shape
     rows, *rest = shape
     return (rows, rest[0] * e2m1.GROUP) if name.endswith("_blocks") else (rows, rest[0] * 2)

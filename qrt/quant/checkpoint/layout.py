@@ -36,7 +36,7 @@ from qrt.quant.weight.base import WeightData
 BLOCK = (128, 128)  # rows and columns of a scale of fp8, where a config does not say it
 
 
-class Layout(ABC):
+class CodeLayout(ABC):
     """How the codes of one Linear lie in tensors; `name` is compressed-tensors' `format`."""
 
     name: ClassVar[str]
@@ -54,7 +54,7 @@ class Layout(ABC):
         """Undo `encode`, with the bias; raises CheckpointError when a tensor is absent or does not fit."""
 
 
-class PackQuantized(Layout):
+class PackQuantized(CodeLayout):
     """Codes and zeros are bit streams in int32 words."""
 
     name = "pack-quantized"
@@ -97,7 +97,7 @@ class PackQuantized(Layout):
         return WeightData(codes, scale, zero, perm, bias_of(tensors, module, n), spec.bits)
 
 
-class IntQuantized(Layout):
+class IntQuantized(CodeLayout):
     """Signed codes, one byte each, without zero points: of 8 bits, or as other tools write w4a8."""
 
     name = "int-quantized"

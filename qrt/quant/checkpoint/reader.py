@@ -17,7 +17,7 @@ from qrt.model_files.folder import SEPARATE_CONFIGS, is_file, read_config, read_
 from qrt.model_files.location import model_folder
 from qrt.quant.checkpoint.compressed_tensors import check_transforms
 from qrt.quant.checkpoint.cut import Cut, Slices
-from qrt.quant.checkpoint.folder import MISMATCH, WEIGHT, Expert, TensorFolder
+from qrt.quant.checkpoint.folder import MISMATCH, WEIGHT, ExpertTensors, TensorFolder
 from qrt.quant.checkpoint.format import (
     FLOATS,
     FP8,
@@ -31,7 +31,7 @@ from qrt.quant.checkpoint.format import (
     is_plain,
     left_over,
 )
-from qrt.quant.checkpoint.shard import Shard
+from qrt.quant.checkpoint.shard import ShardFile
 from qrt.quant.spec import QuantSpec
 from qrt.quant.weight.base import WeightData
 from qrt.registry import Registry
@@ -132,8 +132,8 @@ class Checkpoint(TensorFolder):
         `stack` is the name that their weights have, [E, N, K], or [E, K, N] if `transposed`, for example
         "model.layers.0.mlp.experts.gate_up_proj" or, of a module, "...input_linear.weight". Scales of fp8 lie
         as their weights do; packed codes are never transposed. Other tensors of the experts have longer names
-        (`folder.Expert`). Nothing of the other experts is read, and of a `cut` only that part. Raises as
-        `linear` does.
+        (`folder.ExpertTensors`). Nothing of the other experts is read, and of a `cut` only that part. Raises
+        as `linear` does.
         """
         one = self.stack(stack, index)
         name = f"{one.module}.weight"
@@ -150,10 +150,10 @@ class Checkpoint(TensorFolder):
         self._refuse(map(one.name_in_messages, left))
         return scheme, weight
 
-    def stack(self, stack: str, index: int = 0) -> Expert:
+    def stack(self, stack: str, index: int = 0) -> ExpertTensors:
         """Return the tensors of expert `index` of those that are stored as `stack`; see `expert`."""
         near = *self._tensors_of[stack.rpartition(".")[0]], *self._tensors_of.get(stack, ())
-        return Expert(self, stack, near, index)
+        return ExpertTensors(self, stack, near, index)
 
     def order(self, module: str, expert: int | None = None) -> Tensor | None:
         """Return a Linear's inputs int64 [K] in the order of its codes; None where they come in that order.
@@ -249,7 +249,7 @@ class Reading(TensorFolder):
         self._folder = folder
         self.read: set[str] = set()
 
-    def shard(self, name: str) -> Shard:
+    def shard(self, name: str) -> ShardFile:
         self.read.add(name)
         return super().shard(name)
 

@@ -44,7 +44,7 @@ CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
-class Shard:
+class ShardFile:
     """An opened file: shape and dtype of each tensor, and the byte of the file where its data begin."""
 
     path: Path
@@ -64,7 +64,7 @@ class Shard:
         return flat.view(spec.shape)
 
 
-def open_shard(path: Path) -> Shard:
+def open_shard(path: Path) -> ShardFile:
     """Read and check the header of a safetensors file.
 
     Raises CheckpointError when the header is damaged, tensors overlap or the file is shorter than the header
@@ -92,7 +92,7 @@ def open_shard(path: Path) -> Shard:
         if begin < last:
             raise _damaged(path, f"tensor {name!r} begins at byte {begin}, inside another")
         last = begin + tensors[name][0].num_bytes
-    return Shard(path, tensors)
+    return ShardFile(path, tensors)
 
 
 def _locate(path: Path, name: str, entry: Any, data: int, size: int) -> tuple[TensorSpec, int]:

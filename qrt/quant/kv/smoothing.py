@@ -6,7 +6,7 @@ those of q are multiplied by it.
     k' = k / gain - shift      q' = q * gain      q' . k' = q . k - q . (gain * shift)
 
 The last term is the same for every key of a query, so it cancels in the softmax (subtracting K's mean:
-SageAttention, arXiv:2410.02367). Two channels that RoPE turns into each other share a gain (SmoothAttention
+SageAttention, arXiv:2410.02367). Two channels that RoPE rotates into each other share a gain (SmoothAttention
 of QServe, arXiv:2405.04532). The rotation spreads the error of K evenly over the channels, so the error of a
 score is proportional to (sum E[q'^2]) (sum E[k'^2]). It is least where E[q'^2] = E[k'^2] in every pair
 (Cauchy and Schwarz), so gain = (E[k^2] / E[q^2])^(1/4). On the bundled model int4 KV then costs 1.4 % of
@@ -36,19 +36,19 @@ COMMON = 512
 FLOOR = 1e-4  # least energy of a pair, as a share of the mean energy: keeps gains within 10x
 
 
-def fit(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, short_context: int = 0) -> Tensor:
+def fit(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, long_rope_switch: int = 0) -> Tensor:
     """Fit the table of one layer to a sample of its q [T, Hq, D] and k [T, Hkv, D], before RoPE.
 
-    cos, sin fp32 [P, D/2] cover all positions of the model, from 0 on, behind those up to `short_context` as
-    short requests turn there. The shift is K's mean before RoPE,
-    turned to each position and averaged: only channels that turn slowly keep much of it, and for them it is
-    nearly the same at every position.
+    cos, sin fp32 [P, D/2] cover all positions of the model, from 0 on, behind those up to `long_rope_switch`
+    as short requests turn there. The shift is K's mean before RoPE,
+    rotated to each position and averaged: only channels that rotate slowly keep much of it, and for them it
+    is nearly the same at every position.
 
     Returns t, fp32 [3, Hkv, D]: q' = q * t[0] (of its KV head), k' = k * t[1] - t[2].
     """
     q, k = q.float(), k.float()
     positions = torch.arange(len(cos), dtype=torch.float32, device=cos.device)
-    positions[short_context:] -= short_context
+    positions[long_rope_switch:] -= long_rope_switch
     weights = 1 / (positions + COMMON)
     c, s = (weights @ table / weights.sum() for table in (cos, sin))
     lo, hi = k.mean(0).chunk(2, -1)  # [Hkv, D/2]
@@ -80,7 +80,7 @@ def settle(table: Tensor, k: Tensor, fmt: KVFormat) -> Tensor:
 
 
 def _pairs(x: Tensor) -> Tensor:
-    """Add the two channels that RoPE turns into each other: [..., D] -> [..., D/2]."""
+    """Add the two channels that RoPE rotates into each other: [..., D] -> [..., D/2]."""
     lo, hi = x.chunk(2, -1)
     return lo + hi
 

@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
-from qrt.answers.collector import RequestCollector, encode_bad_words
-from qrt.answers.pooling.collector import PooledCollector
+from qrt.answers.pooling.processor import PoolingProcessor
 from qrt.answers.pooling.task import with_task
+from qrt.answers.processor import OutputProcessor, encode_bad_words
 from qrt.errors import ConfigError, ContextLengthError
 from qrt.request.pooling import PoolingParams
 from qrt.request.sampling import SamplingParams
@@ -148,18 +148,18 @@ class Service:
 
     def collector(
         self, prompt: str | None, ids: list[int], params: SamplingParams, **options: Any
-    ) -> RequestCollector:
+    ) -> OutputProcessor:
         """Make the collector of a request with a new id."""
-        return RequestCollector(new_id("req"), prompt, ids, params, self.tokenizer, **options)
+        return OutputProcessor(new_id("req"), prompt, ids, params, self.tokenizer, **options)
 
     def pooled(
         self, ids: list[int], params: PoolingParams, task: str | None = None, **options: Any
-    ) -> PooledCollector:
+    ) -> PoolingProcessor:
         """Make the collector of a request for vectors; ConfigError if the model does not do the task."""
         info = self.client.info
         own = with_task(info.pooling, params, task, info.vector_size)
         assert info.pooling is not None
-        return PooledCollector(new_id("req"), ids, info.pooling, own, size=info.vector_size, **options)
+        return PoolingProcessor(new_id("req"), ids, info.pooling, own, size=info.vector_size, **options)
 
     async def submit(
         self, collectors: Sequence[AnyCollector], arrived: float, request: Request, *, whole: bool

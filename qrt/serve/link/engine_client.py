@@ -15,9 +15,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from typing import NamedTuple, Protocol
 
-from qrt.answers.collector import RequestCollector
 from qrt.answers.output import TextDelta
-from qrt.answers.pooling.collector import PooledCollector
+from qrt.answers.pooling.processor import PoolingProcessor
+from qrt.answers.processor import OutputProcessor
 from qrt.engine.schedule.output import Cause, StepDelta, merge
 from qrt.engine.schedule.request import FinishReason
 from qrt.errors import ConfigError, QrtError
@@ -35,7 +35,7 @@ from qrt.serve.link.step_output import FromEngine, StepOutput
 
 logger = logging.getLogger(__name__)
 
-AnyCollector = RequestCollector | PooledCollector
+AnyCollector = OutputProcessor | PoolingProcessor
 ANSWER_SECONDS = 10.0  # time to wait for an answer, which comes after the running step
 
 
@@ -47,7 +47,7 @@ class ShutdownError(EngineError):
     """The engine was told to end; another server may answer."""
 
 
-class Load(NamedTuple):
+class EngineLoad(NamedTuple):
     """What an engine has to do: its running and waiting requests, and the tokens of those that wait."""
 
     requests: int
@@ -90,7 +90,7 @@ class RequestStream:
     def put(self, delta: StepDelta) -> None:
         """Add what a step added to a request."""
         if self._whole:
-            gathered = self._collectors[self._owners[delta.request_id]].gather(delta)
+            gathered = self._collectors[self._owners[delta.request_id]].buffer(delta)
             if gathered is None:
                 return
             delta = gathered
@@ -152,7 +152,7 @@ class RequestStream:
             logger.error("request %s failed in a step: %s", request_id, item.error)
             raise EngineError("the request failed in a step; the server's log says why")
         index = self._owners[request_id]
-        delta = self._collectors[index].feed(item)
+        delta = self._collectors[index].process(item)
         if delta.finish_reason and request_id in self._running:
             self._running.remove(request_id)
             self._owner.forget([request_id], abort=delta.abort, stopped=True)
@@ -185,7 +185,7 @@ class EngineClient(ABC):
         self.stopped: EngineError | None = None
         self.heard = time.monotonic()  # time of the engine's last message
         self._streams: dict[str, RequestStream] = {}
-        self._told = Load(0, 0)  # by the engine, last
+        self._told = EngineLoad(0, 0)  # by the engine, last
         self._untold: dict[str, int] = {}  # tokens of requests that it may not have counted yet
         self._answers: dict[str, asyncio.Future[bytes]] = {}
 
@@ -256,10 +256,10 @@ class EngineClient(ABC):
         return request_id in self._streams
 
     @property
-    def load(self) -> Load:
+    def load(self) -> EngineLoad:
         """The engine's load as it has told it, and what was sent to it since."""
         told, untold = self._told, self._untold
-        return Load(told.requests + len(untold), told.waiting_tokens + sum(untold.values()))
+        return EngineLoad(told.requests + len(untold), told.waiting_tokens + sum(untold.values()))
 
     @property
     def silent_seconds(self) -> float:
@@ -296,7 +296,7 @@ class EngineClient(ABC):
                 self._hand_out(message)
 
     def _hand_out(self, output: StepOutput) -> None:
-        self._told = Load(output.num_requests, output.waiting_tokens)
+        self._told = EngineLoad(output.num_requests, output.waiting_tokens)
         for request_id in output.accepted:
             self._untold.pop(request_id, None)
             if stream := self._streams.get(request_id):

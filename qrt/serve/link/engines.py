@@ -18,7 +18,7 @@ from qrt.serve.link.engine_client import (
     AnyCollector,
     EngineClient,
     EngineError,
-    Load,
+    EngineLoad,
     RequestStream,
 )
 from qrt.serve.link.messages import EngineInfo, Message
@@ -33,7 +33,7 @@ MORE_TOKENS = 4096  # in waiting requests
 SILENT_SECONDS = 10.0  # an engine that has sent nothing for so long gets no request while others speak
 
 
-def pick(loads: Mapping[int, Load], picked: Sequence[int], known: int | None) -> int:
+def pick(loads: Mapping[int, EngineLoad], picked: Sequence[int], known: int | None) -> int:
     """Return the engine for a request.
 
     loads    of the engines to choose from
@@ -48,7 +48,7 @@ def pick(loads: Mapping[int, Load], picked: Sequence[int], known: int | None) ->
     return known if loads[known].requests <= most and loads[known].waiting_tokens <= most_tokens else least
 
 
-def _size(load: Load) -> float:
+def _size(load: EngineLoad) -> float:
     """Return a load as one number, in requests."""
     return load.requests + load.waiting_tokens * MORE_REQUESTS / MORE_TOKENS
 

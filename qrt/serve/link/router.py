@@ -68,7 +68,7 @@ class Port(Protocol):
         """Send a message to one API process; drop it if the process is gone."""
 
 
-class Router:
+class EngineRouter:
     """Runs the requests of all clients on one engine.
 
     info     facts of the engine
@@ -267,8 +267,8 @@ def engine_info(engine: Engine) -> EngineInfo:
     )
 
 
-QUESTIONS: dict[str, Callable[[Router], bytes]] = {
+QUESTIONS: dict[str, Callable[[EngineRouter], bytes]] = {
     "metrics": lambda router: router.metrics.exposition(),
     "load": lambda router: msgspec.json.encode(router.metrics.load()),
-    "reset_prefix_cache": Router.reset_prefix_cache,
+    "reset_prefix_cache": EngineRouter.reset_prefix_cache,
 }

@@ -9,7 +9,7 @@ import threading
 
 from qrt.serve.link.engine_client import EngineClient
 from qrt.serve.link.messages import Message, ToEngine
-from qrt.serve.link.router import Router
+from qrt.serve.link.router import EngineRouter
 from qrt.serve.link.step_output import FromEngine
 
 logger = logging.getLogger(__name__)
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 class ThreadClient(EngineClient):
     """Runs a Router in a thread and is its Port."""
 
-    def __init__(self, router: Router) -> None:
+    def __init__(self, router: EngineRouter) -> None:
         super().__init__()
         self.router = router
         self.info = router.info

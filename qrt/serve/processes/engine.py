@@ -10,7 +10,7 @@ import sys
 
 from qrt.cli import run_main
 from qrt.engine.engine import Engine
-from qrt.serve.link.router import Router
+from qrt.serve.link.router import EngineRouter
 from qrt.serve.link.sockets import EnginePort
 from qrt.serve.processes.process import Spec, child_spec, leave_sigterm_to_supervisor
 from qrt.text.tokenizer import Tokenizer
@@ -22,7 +22,7 @@ def serve(spec: Spec) -> None:
     engine = Engine(spec.engine, eos_token_ids=eos)
     engine.warm_up_grammars()
     (link,) = spec.links
-    router = Router(
+    router = EngineRouter(
         engine,
         names=spec.metric_names(link),
         watchdog_seconds=spec.server.watchdog_timeout,

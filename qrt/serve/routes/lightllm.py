@@ -10,8 +10,8 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response, StreamingResponse
 from pydantic import AliasChoices, ConfigDict, Field
 
-from qrt.answers.collector import RequestCollector
 from qrt.answers.output import CompletionOutput, TextDelta, TokenLogprobs
+from qrt.answers.processor import OutputProcessor
 from qrt.compat.fields import FIELDS
 from qrt.errors import ConfigError, UnsupportedError
 from qrt.request.sampling import MAX_BAD_WORDS, SamplingParams
@@ -174,7 +174,7 @@ def lightllm_routes(service: Service) -> APIRouter:
     return routes
 
 
-async def _collector(service: Service, body: GenerateRequest, shape: type[LightllmShape]) -> RequestCollector:
+async def _collector(service: Service, body: GenerateRequest, shape: type[LightllmShape]) -> OutputProcessor:
     service.check_running()
     body.check_others()
     if any(body.multimodal_params.values()):
@@ -193,7 +193,7 @@ class LightllmShape(EventReply):
     data = b"data:"
     end = b""
 
-    def __init__(self, service: Service, body: GenerateRequest, collector: RequestCollector) -> None:
+    def __init__(self, service: Service, body: GenerateRequest, collector: OutputProcessor) -> None:
         self._collector = collector
         self._details = body.parameters.return_details
         self._text = body.inputs if body.parameters.return_full_text else ""

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from qrt.answers.collector import RequestCollector
 from qrt.answers.content_tokens import TokenText
 from qrt.answers.output import Logprob, TokenLogprobs
+from qrt.answers.processor import OutputProcessor
 from qrt.text.detokenizer import INCOMPLETE
 
 LEAST_LOGPROB = -9999.0  # JSON has no -Infinity
 
 
-def prompt_logprobs(collector: RequestCollector) -> list[dict[str, Any] | None]:
+def prompt_logprobs(collector: OutputProcessor) -> list[dict[str, Any] | None]:
     """Return the prompt's log-probabilities in vLLM's shape: per token, by token id; null for the first."""
     return [
         None if row is None else {str(token): _prompt_entry(entry) for token, entry in row.items()}
@@ -65,7 +65,7 @@ def _by_text(row: TokenLogprobs) -> dict[str, float]:
 
 
 def chat_logprobs(
-    tokens: Sequence[TokenText], num_top: int, collector: RequestCollector, by_id: bool = False
+    tokens: Sequence[TokenText], num_top: int, collector: OutputProcessor, by_id: bool = False
 ) -> list[dict[str, Any]]:
     """Return tokens' log-probabilities in the shape of `chat.completion`: each with the likeliest ones.
 
@@ -85,7 +85,7 @@ def chat_logprobs(
 
 
 def _chat_token(
-    token_id: int, entry: Logprob, text: str, collector: RequestCollector, by_id: bool
+    token_id: int, entry: Logprob, text: str, collector: OutputProcessor, by_id: bool
 ) -> dict[str, Any]:
     part = INCOMPLETE in (entry.decoded_token or "")  # of a character: the text comes with its last part
     own = collector.token_bytes(token_id) if part else text.encode()

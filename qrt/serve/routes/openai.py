@@ -12,7 +12,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from qrt.answers.collector import RequestCollector
+from qrt.answers.processor import OutputProcessor
 from qrt.compat.fields import FIELDS
 from qrt.errors import ConfigError, ContextLengthError
 from qrt.model_files.location import model_commit, model_name
@@ -102,7 +102,7 @@ def _check_body(service: Service, body: SamplingFields) -> None:
         raise ConfigError("best_of: expected at most n with stream; leave stream out or lower best_of")
 
 
-async def completion_collectors(service: Service, body: CompletionRequest) -> list[RequestCollector]:
+async def completion_collectors(service: Service, body: CompletionRequest) -> list[OutputProcessor]:
     """Check the body, tokenize its prompts and make a collector for each."""
     _check_body(service, body)
     name, limit = body.token_limit
@@ -138,7 +138,7 @@ async def completion_collectors(service: Service, body: CompletionRequest) -> li
 
 async def chat_collectors(
     service: Service, body: ChatCompletionRequest, *, capped: bool = False
-) -> list[RequestCollector]:
+) -> list[OutputProcessor]:
     """Check the body, render its conversation with the chat template, tokenize it and make its collector.
 
     A `max_tokens` beyond the context is an error, or with `capped` no more than what the context leaves.
@@ -201,7 +201,7 @@ async def answer(
     service: Service,
     request: Request,
     body: SamplingFields,
-    collectors: Sequence[RequestCollector],
+    collectors: Sequence[OutputProcessor],
     reply: EventReply,
     arrived: float,
 ) -> Response:

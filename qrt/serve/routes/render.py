@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import APIRouter
 from fastapi.responses import Response
 
-from qrt.answers.collector import RequestCollector
+from qrt.answers.processor import OutputProcessor
 from qrt.serve.http.events import encode
 from qrt.serve.http.openapi import errors
 from qrt.serve.http.service import Service
@@ -36,12 +36,12 @@ def render_routes(service: Service) -> APIRouter:
     return routes
 
 
-async def _reply(service: Service, collectors: list[RequestCollector], data: Any) -> Response:
+async def _reply(service: Service, collectors: list[OutputProcessor], data: Any) -> Response:
     num_tokens = sum(len(collector.prompt_ids) for collector in collectors)
     return Response(await service.off_loop(num_tokens, lambda: encode(data())), media_type="application/json")
 
 
-def _rendered(body: SamplingFields, collector: RequestCollector) -> dict[str, Any]:
+def _rendered(body: SamplingFields, collector: OutputProcessor) -> dict[str, Any]:
     """Return the request that the engine would get, in vLLM's shape and with the prompt's text."""
     return {
         "request_id": collector.request_id,

@@ -8,14 +8,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from qrt.answers.collector import RequestCollector
 from qrt.answers.content_tokens import ContentTokens, whole_tokens
 from qrt.answers.output import CompletionOutput, TextDelta, TokenLogprobs
+from qrt.answers.processor import OutputProcessor
 from qrt.serve.http.events import event
 from qrt.serve.http.responses import EventReply
 from qrt.serve.routes.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
 from qrt.serve.routes.protocol import ChatCompletionRequest, CompletionRequest, SamplingFields
-from qrt.text.answer import ContentText, Part, ReasoningText
+from qrt.text.answer import AnswerPart, ContentText, ReasoningText
 from qrt.text.tool_calls import ToolCall
 
 
@@ -26,7 +26,7 @@ class Reply(EventReply):
     chunk_kind: str
 
     def __init__(
-        self, id: str, model: str, body: SamplingFields, collectors: Sequence[RequestCollector]
+        self, id: str, model: str, body: SamplingFields, collectors: Sequence[OutputProcessor]
     ) -> None:
         self.id = id
         self.model = model
@@ -144,7 +144,7 @@ class CompletionReply(Reply):
     kind = chunk_kind = "text_completion"
 
     def __init__(
-        self, id: str, model: str, body: CompletionRequest, collectors: Sequence[RequestCollector]
+        self, id: str, model: str, body: CompletionRequest, collectors: Sequence[OutputProcessor]
     ) -> None:
         super().__init__(id, model, body, collectors)
         self._echo = body.echo
@@ -240,7 +240,7 @@ class ChatReply(Reply):
     chunk_kind = "chat.completion.chunk"
 
     def __init__(
-        self, id: str, model: str, body: ChatCompletionRequest, collectors: Sequence[RequestCollector]
+        self, id: str, model: str, body: ChatCompletionRequest, collectors: Sequence[OutputProcessor]
     ) -> None:
         """Make the reply; how answers are read is said by the collector."""
         super().__init__(id, model, body, collectors)
@@ -308,7 +308,7 @@ class ChatReply(Reply):
         }
 
     def _logprobs(
-        self, number: int, rows: list[TokenLogprobs] | None, parts: Sequence[Part], *, ended: bool
+        self, number: int, rows: list[TokenLogprobs] | None, parts: Sequence[AnswerPart], *, ended: bool
     ) -> dict[str, Any] | None:
         """Return the log-probabilities of the content that some more rows and parts complete.
 
@@ -353,7 +353,7 @@ class ChatReply(Reply):
         choice["stop_reason"] = delta.stop_reason
         yield choice
 
-    def _fields(self, parts: Sequence[Part]) -> tuple[dict[str, str], str, list[ToolCall]]:
+    def _fields(self, parts: Sequence[AnswerPart]) -> tuple[dict[str, str], str, list[ToolCall]]:
         """Return the fields of the thinking, by its older and newer name, the content and the calls."""
         reasoning = "".join(part.text for part in parts if isinstance(part, ReasoningText))
         content = "".join(part.text for part in parts if isinstance(part, ContentText))

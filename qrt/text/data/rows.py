@@ -24,7 +24,7 @@ LOOKS_LIKE = {  # formats, other than plain text, that a file without a suffix m
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class DataRow:
     """A row of a data file, or a piece of a text.
 
     value    what was read: a string, a dictionary, ...; a `Broken` where it cannot be read
@@ -44,12 +44,12 @@ class Row:
         return f"row {self.number} of {self.file}"
 
 
-def read_rows(file: DataFile) -> Iterator[Row]:
+def read_rows(file: DataFile) -> Iterator[DataRow]:
     """Yield the rows of a file; ConfigError where it is damaged or not what its suffix says."""
     try:
         if file.has_rows:
             for number, value in enumerate(_values(file), 1):
-                yield Row(value, file.path.name, number)
+                yield DataRow(value, file.path.name, number)
         else:
             yield from _text_rows(file)
     except (OSError, EOFError, zlib.error, lzma.LZMAError, UnicodeError) as error:
@@ -89,14 +89,14 @@ def pieces(chunks: Iterable[str]) -> Iterator[str]:
         yield rest
 
 
-def _text_rows(file: DataFile) -> Iterator[Row]:
-    before: Row | None = None
+def _text_rows(file: DataFile) -> Iterator[DataRow]:
+    before: DataRow | None = None
     for number, piece in enumerate(pieces(_chunks(file)), 1):
         if before is not None:
             yield before
-        before = Row(piece, file.path.name, number, ends=False)
+        before = DataRow(piece, file.path.name, number, ends=False)
     if before is not None:
-        yield Row(before.value, before.file, before.number)
+        yield DataRow(before.value, before.file, before.number)
 
 
 def _chunks(file: DataFile) -> Iterator[str]:

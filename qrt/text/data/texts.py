@@ -11,7 +11,7 @@ from qrt.text.data import chats
 from qrt.text.data.chats import TEXT_KEYS, Message, Unused, is_conversation, kind_name
 from qrt.text.data.files import decoding_fault
 from qrt.text.data.json_rows import Broken
-from qrt.text.data.rows import Row
+from qrt.text.data.rows import DataRow
 
 MAX_REASONS = 50  # different reasons that are counted separately
 MAX_LISTED = 6  # reasons that one message lists
@@ -37,7 +37,7 @@ class Texts:
         self.left_out: dict[str, int] = {}
         self.used = 0
 
-    def of(self, rows: Iterable[Row]) -> Iterator[tuple[str, bool]]:
+    def of(self, rows: Iterable[DataRow]) -> Iterator[tuple[str, bool]]:
         """Yield the text of each row that is used, and whether the text ends with it."""
         for row in rows:
             try:
@@ -52,7 +52,7 @@ class Texts:
             self.used += 1
             yield text, row.ends
 
-    def documents(self, rows: Iterable[Row]) -> Iterator[str]:
+    def documents(self, rows: Iterable[DataRow]) -> Iterator[str]:
         """Yield the text of each row that is used; a text file gives one text."""
         parts = []
         for text, ends in self.of(rows):

@@ -11,7 +11,7 @@ import re
 from collections.abc import Collection
 
 from qrt.text.detokenizer import overlap
-from qrt.text.parts import ContentText, Part, ReasoningText
+from qrt.text.parts import AnswerPart, ContentText, ReasoningText
 from qrt.text.tool_calls.call import ToolCall, named_call
 from qrt.text.tool_calls.stream import MAX_CALL_CHARS, MAX_CALLS
 
@@ -53,18 +53,18 @@ class ChannelStream:
         self._held = "" if self._header else self._held
         self._last, self._between = None, False
 
-    def feed(self, text: str) -> list[Part]:
+    def feed(self, text: str) -> list[AnswerPart]:
         """Return the parts that are certain."""
         self._held += text
         self._seen += len(text)
-        parts: list[Part] = []
+        parts: list[AnswerPart] = []
         while self._held and (self._read_header() if self._header else self._read_text(parts)):
             pass
         return parts
 
-    def finish(self) -> list[Part]:
+    def finish(self) -> list[AnswerPart]:
         """Return what is held back, at the end of the answer. A header that is cut off is left out."""
-        parts: list[Part] = []
+        parts: list[AnswerPart] = []
         if not self._header:
             self._take(parts, self._held, self._seen)
             self._end(parts, self._seen)
@@ -90,7 +90,7 @@ class ChannelStream:
         self._header = False
         return True
 
-    def _read_text(self, parts: list[Part]) -> bool:
+    def _read_text(self, parts: list[AnswerPart]) -> bool:
         """Read the text of a message; return whether its end has come."""
         text, end = self._held, END.search(self._held)
         begin = self._seen - len(text)
@@ -105,7 +105,7 @@ class ChannelStream:
         self._held = text[certain:]
         return False
 
-    def _take(self, parts: list[Part], text: str, end: int) -> None:
+    def _take(self, parts: list[AnswerPart], text: str, end: int) -> None:
         """Keep the text of a call, show every other one; `end` is where it ends in the answer."""
         if self._function is None:
             self._give(parts, text, end)
@@ -116,7 +116,7 @@ class ChannelStream:
             self._function = None
             self._give(parts, self._called(), end)
 
-    def _give(self, parts: list[Part], text: str, end: int) -> None:
+    def _give(self, parts: list[AnswerPart], text: str, end: int) -> None:
         if not text:
             return
         if self._between and self._last is self._kind:
@@ -124,7 +124,7 @@ class ChannelStream:
         parts.append(ContentText(text, end) if self._kind is ContentText else ReasoningText(text))
         self._last, self._between = self._kind, False
 
-    def _end(self, parts: list[Part], end: int) -> None:
+    def _end(self, parts: list[AnswerPart], end: int) -> None:
         """End a message: read its call, if it is one."""
         text = self._called()
         if self._function is not None:

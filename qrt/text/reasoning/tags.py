@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import Enum
 
 from qrt.text.detokenizer import overlap
-from qrt.text.parts import ContentText, Part, ReasoningText
+from qrt.text.parts import AnswerPart, ContentText, ReasoningText
 from qrt.text.reasoning.formats import ReasoningFormat
 
 MOST_SPACES = 64  # before the mark that begins the thinking
@@ -47,11 +47,11 @@ class TagStream:
         """Whether no thinking follows any more."""
         return self._place in (Place.BEHIND, Place.CONTENT)
 
-    def feed(self, text: str) -> list[Part]:
+    def feed(self, text: str) -> list[AnswerPart]:
         """Return the parts that are certain."""
         self._held += text
         self._seen += len(text)
-        parts: list[Part] = []
+        parts: list[AnswerPart] = []
         if self._place is Place.BEGINNING:
             self._begin()
         if self._place is Place.THINKING:
@@ -65,12 +65,12 @@ class TagStream:
             self._held = ""
         return parts
 
-    def finish(self) -> list[Part]:
+    def finish(self) -> list[AnswerPart]:
         """Return what is held back, at the end of the answer."""
         text, self._held = self._held, ""
         if self._place is Place.BEGINNING and not self._inside:
             return [ContentText(text, self._seen)] if text else []
-        parts: list[Part] = []
+        parts: list[AnswerPart] = []
         if self._place in (Place.BEGINNING, Place.THINKING):
             self._give(parts, text)
         return parts
@@ -88,7 +88,7 @@ class TagStream:
                 return
         self._place = Place.THINKING if self._inside else Place.CONTENT
 
-    def _think(self, parts: list[Part]) -> None:
+    def _think(self, parts: list[AnswerPart]) -> None:
         """Show the thinking up to its end, or up to what may be a part of its end."""
         text = self._held
         found = [(at, end) for end in self._format.ends if (at := text.find(end)) >= 0]
@@ -101,7 +101,7 @@ class TagStream:
         self._give(parts, text[:certain])
         self._held = text[certain:]
 
-    def _give(self, parts: list[Part], text: str) -> None:
+    def _give(self, parts: list[AnswerPart], text: str) -> None:
         """Show some thinking, without the spaces at its ends."""
         body = text.rstrip()
         if not body:

@@ -125,7 +125,7 @@ class Mistral(JsonFormat):
         return None if decoded is None else ([named_call(named[1], decoded[0])], decoded[1])
 
 
-class Listed(JsonFormat):
+class ListedCalls(JsonFormat):
     """A JSON list and nothing else: how calls are forced where the model's own notation is unknown."""
 
     opening = "["
@@ -186,7 +186,7 @@ FORMATS: dict[str, ToolFormat] = {
     "mistral": Mistral(),
     "pythonic": Pythonic(),
 }
-LISTED = Listed()
+LISTED = ListedCalls()
 
 NO_NOTATION = ("none", "openai")  # vLLM names gpt-oss's calls openai; they are read with its channels
 

@@ -22,9 +22,9 @@ from qrt_calibrate.estimate.budget import Settled, Unit, budget_of
 from qrt_calibrate.estimate.preflight import preflight
 from qrt_calibrate.job.plan import plan
 from qrt_calibrate.model.executor import LayerExecutor
-from qrt_calibrate.recipe.recipe import Grid, Override, Recipe, grid_of
+from qrt_calibrate.recipe.recipe import LinearRecipe, Override, Recipe, grid_of
 
-W4, W8 = (Grid(scheme, grid_of(scheme, None, None)) for scheme in ("w4a16", "w8a16"))
+W4, W8 = (LinearRecipe(scheme, grid_of(scheme, None, None)) for scheme in ("w4a16", "w8a16"))
 W4_BITS, W8_BITS = 4 + (16 + 4) / 128, 8 + 16 / 128  # per weight, with scales and zeros
 CPU = torch.device("cpu")
 
@@ -57,7 +57,7 @@ def test_prices_equal_those_of_the_whole_model(llama):
         assert prices[number, 4] == pytest.approx(float((p.exp() * (p - q)).sum(-1).mean()), rel=1e-2)
         assert prices[number, 8] < 0.05 * prices[number, 4]
     int8 = measure(
-        executor, units[:1], {8: Grid("w8a8", grid_of("w8a8", None, None))}, windows, torch.bfloat16
+        executor, units[:1], {8: LinearRecipe("w8a8", grid_of("w8a8", None, None))}, windows, torch.bfloat16
     )
     model = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32)
     p = model(windows).logits.log_softmax(-1)
@@ -98,7 +98,7 @@ def test_overridden_linears_keep_their_width(llama):
 def test_widths_behind_int8_tokens_have_them_too(llama):
     recipe = Recipe("w4a8", grid_of("w4a8", 64, None), "rtn", target_bits=6.0)
     grids = budget_of(plan(open_checkpoint(llama), recipe, CPU)).grids
-    assert grids == {4: recipe.grid, 8: Grid("w8a8", grid_of("w8a8", None, None)), 16: None}
+    assert grids == {4: recipe.grid, 8: LinearRecipe("w8a8", grid_of("w8a8", None, None)), 16: None}
 
 
 @pytest.mark.parametrize("group_size", [64, -1])
@@ -110,7 +110,7 @@ def test_the_other_width_has_the_same_groups(bits, symmetric, other, group_size,
     recipe = Recipe(scheme[bits], grid_of(scheme[bits], group_size, symmetric), "rtn", target_bits=6.0)
     grids = budget_of(plan(open_checkpoint(llama), recipe, CPU)).grids
     assert grids[bits] == recipe.grid and grids[16] is None
-    assert grids[12 - bits] == Grid(scheme[12 - bits], grid_of(scheme[12 - bits], group_size, other))
+    assert grids[12 - bits] == LinearRecipe(scheme[12 - bits], grid_of(scheme[12 - bits], group_size, other))
 
 
 def test_max_size_holds(llama, calib, tmp_path, capsys):

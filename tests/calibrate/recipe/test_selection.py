@@ -4,11 +4,11 @@ import pytest
 
 from qrt.arch.read import read_arch
 from qrt.errors import ConfigError
-from qrt_calibrate.recipe.recipe import Grid, Override, Recipe, grid_of
+from qrt_calibrate.recipe.recipe import LinearRecipe, Override, Recipe, grid_of
 from qrt_calibrate.recipe.selection import select as select_grids
 
 ARCH = read_arch({"architectures": ["LlamaForCausalLM"]}, "model")
-W4, W8 = (Grid(scheme, grid_of(scheme, None, None)) for scheme in ("w4a16", "w8a16"))
+W4, W8 = (LinearRecipe(scheme, grid_of(scheme, None, None)) for scheme in ("w4a16", "w8a16"))
 
 
 def select(arch, layers, patterns, *overrides):

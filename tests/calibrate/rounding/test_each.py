@@ -6,7 +6,7 @@ import torch
 from qrt.quant.affine import choose_qparams, dequantize
 from qrt.quant.spec import Granularity, QuantSpec
 from qrt_calibrate.recipe.method import METHODS
-from qrt_calibrate.recipe.recipe import Grid
+from qrt_calibrate.recipe.recipe import LinearRecipe
 from qrt_calibrate.rounding import each
 from qrt_calibrate.rounding.clip import search_clip
 from qrt_calibrate.rounding.each import round_each
@@ -60,7 +60,7 @@ def test_clipping_is_that_of_each_alone(elements, monkeypatch):
 def test_a_rounder_rounds_several_as_each(method):
     spec = QuantSpec(4, False, Granularity.GROUP, 32)
     rounder = Rounder(METHODS[method], torch.bfloat16, 0.1, Figures())
-    weights, grid = torch.randn(4, 24, 64), Grid("w4a16", spec)
+    weights, grid = torch.randn(4, 24, 64), LinearRecipe("w4a16", spec)
     torch.manual_seed(1)
     both = inputs(4, 64), (torch.manual_seed(1), inputs(4, 64))[1]  # the correction uses them up
     factors = [rounder.factor(own) for own in both[0]]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from qrt.errors import ConfigError
-from qrt.text.data.rows import Row
+from qrt.text.data.rows import DataRow
 from qrt.text.tokenizer import Tokenizer
 from qrt_calibrate import cli
 from qrt_calibrate.text import text, windows
@@ -15,7 +15,7 @@ from qrt_calibrate.text.windows import choose_windows
 
 
 def rows(count, size=9):
-    return [Row(f"{number:0{size}d}", "a", number) for number in range(count)]
+    return [DataRow(f"{number:0{size}d}", "a", number) for number in range(count)]
 
 
 def numbers(sample):
@@ -63,13 +63,13 @@ def test_no_more_than_the_sample_is_held():
     def data():
         for number in range(5000):
             assert held <= 120, number
-            yield Row(Counted("x" * 9), "a", number)
+            yield DataRow(Counted("x" * 9), "a", number)
 
     assert len(take(data(), budget=1_000, seed=0).rows) == 100
 
 
 def test_a_text_ends_where_its_next_piece_is_not_taken():
-    pieces = [Row("x" * 9, "a", number, ends=False) for number in range(1000)]
+    pieces = [DataRow("x" * 9, "a", number, ends=False) for number in range(1000)]
     sample = take(pieces, budget=2_000, seed=0)
     followed = [
         after.number == row.number + 1 for row, after in zip(sample.rows, sample.rows[1:], strict=False)
@@ -88,7 +88,7 @@ def choose(data, tokenizer, count=4, seqlen=16, seed=0, **options):
 
 def words(count):
     return [
-        Row(f"The row of number {number} says {number * 7919 % 1000}.", "a", number)
+        DataRow(f"The row of number {number} says {number * 7919 % 1000}.", "a", number)
         for number in range(count)
     ]
 
@@ -106,7 +106,7 @@ def test_windows_are_of_the_whole_text_tokenized_at_once(tiny):
 
 def test_a_window_that_begins_with_a_chat_has_one_bos(tiny):
     """The template wrote the BOS already; the window is as long as all others."""
-    data = [Row(f"{tiny.hf.bos_token}{row.value}", "a", number) for number, row in enumerate(words(300))]
+    data = [DataRow(f"{tiny.hf.bos_token}{row.value}", "a", number) for number, row in enumerate(words(300))]
     ids = tiny.hf("\n\n".join(row.value for row in data), add_special_tokens=False)["input_ids"]
     found = choose(data, tiny, count=len(ids) // 15 - 1)
     assert (found.ids[:, 0] == tiny.bos_token_id).all() and not (found.ids[:, 1] == tiny.bos_token_id).any()
@@ -129,7 +129,7 @@ def test_a_sample_grows_until_it_is_enough(tiny, monkeypatch):
     """More rows are sampled where rows are left out or tokens have many characters."""
     monkeypatch.setattr(windows, "SMALL", 100)
     data = [
-        Row({"text": row.value if row.number % 10 == 0 else None, "id": "x" * 40}, "a", row.number)
+        DataRow({"text": row.value if row.number % 10 == 0 else None, "id": "x" * 40}, "a", row.number)
         for row in words(3000)
     ]
     found = choose(data, tiny, count=20)
@@ -156,7 +156,7 @@ def test_remote_data_are_read_only_as_far_as_needed(tiny, monkeypatch):
 
 def test_unusable_data_end_early(tiny, monkeypatch):
     monkeypatch.setattr(windows, "SMALL", 1000)
-    data = [Row({"txt": "x" * 50}, "a", number) for number in range(5000)]
+    data = [DataRow({"txt": "x" * 50}, "a", number) for number in range(5000)]
     with pytest.raises(
         ConfigError, match=r"none of the \d\d rows read can be used .*no key .*\(txt\).*give rows"
     ):

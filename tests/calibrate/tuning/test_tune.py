@@ -12,7 +12,7 @@ from qrt.quant.checkpoint import open_checkpoint
 from qrt_calibrate import cli
 from qrt_calibrate.job.plan import plan
 from qrt_calibrate.recipe.recipe_file import recipe_of
-from qrt_calibrate.steps.advance import Windows
+from qrt_calibrate.steps.advance import WindowStates
 from qrt_calibrate.tuning import parameters, training, tune
 
 CPU = torch.device("cpu")
@@ -94,7 +94,7 @@ def test_interrupted_runs_write_the_same_bytes(llama, calib, tmp_path, monkeypat
             assert cli.main([str(w) for w in (*words, *FLAGS, "--tune", 3)]) == 130
 
     interrupted(tune, "_backward")  # layers are written, nothing is trained
-    interrupted(Windows, "run_again")  # trained and written
+    interrupted(WindowStates, "run_again")  # trained and written
     out, _ = calibrated(llama, calib, tmp_path / "out", "--tune", 3)
     for path in whole.iterdir():
         assert (out / path.name).read_bytes() == path.read_bytes(), path.name

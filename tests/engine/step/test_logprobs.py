@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from qrt.engine.schedule.scores import concat
+from qrt.engine.schedule.logprobs import concat
 from qrt.engine.step.logprobs import joined, score
 
 

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from qrt.engine.step import timeline as module
-from qrt.engine.step.timeline import Kind, Timeline
+from qrt.engine.step.timeline import StepKind, Timeline
 from qrt.llm import LLM
 from qrt.request.sampling import SamplingParams
 
-DECODES, PROMPTS, LAUNCHED = Kind(False, True), Kind(True, True), Kind(True, False)
+DECODES, PROMPTS, LAUNCHED = StepKind(False, True), StepKind(True, True), StepKind(True, False)
 
 
 class Event:

@@ -155,7 +155,7 @@ def test_full_disk_fails_save_base(tmp_path, monkeypatch):
         path.write_bytes(b"the beginning")
         raise SafetensorError("No space left on device")
 
-    base = reference.Reference({}, [Window((1, 2), 1, 1)], [torch.zeros(1, 4)], torch.zeros(9, 4))
+    base = reference.ReferenceLogprobs({}, [Window((1, 2), 1, 1)], [torch.zeros(1, 4)], torch.zeros(9, 4))
     path = tmp_path / "base.safetensors"
     base.save(path)
     before = path.read_bytes()

@@ -93,7 +93,7 @@ def test_kv_error_command(tmp_path, capsys):
 def test_kv_error_equals_torch_on_restored_kv():
     """Torch's own attention runs over decode_ref's K and V, in the cache's basis."""
     generator = torch.Generator().manual_seed(3)
-    heads = kv_error.Heads.make("peaked", 4, 2, 64, generator)
+    heads = kv_error.SyntheticHeads.make("peaked", 4, 2, 64, generator)
     table, _ = kv_error.fitted(heads, generator)
     q, k = heads.queries(8, generator), heads.keys(300, generator)
     v = torch.randn(300, 2, 64, generator=generator)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from qrt import LLM
-from qrt_eval.inputs.lengths import Fixed, Request
+from qrt_eval.inputs.lengths import Fixed, LoadRequest
 from qrt_eval.speed import feed as module
 from qrt_eval.speed.feed import feed
 
@@ -28,7 +28,7 @@ def test_requests_in_flight_are_bounded(engine, in_flight, most):
         handed.append(len(scheduler.running) + len(scheduler.waiting))
 
     engine.add = counted
-    run = feed(engine, [Request([5, 6, 7], 4)] * 5, in_flight)
+    run = feed(engine, [LoadRequest([5, 6, 7], 4)] * 5, in_flight)
     assert max(handed) == most and len(handed) == 5 and run.running == min(most, 4)
     total = run.total
     assert (total.output_tokens, total.started, total.finished, run.input_tokens) == (20, 5, 5, 15)
@@ -39,7 +39,7 @@ def test_requests_in_flight_are_bounded(engine, in_flight, most):
 
 def test_each_request_has_its_length(engine):
     lengths = [(3, 1), (20, 7), (1, 4)]
-    run = feed(engine, [Request([5] * size, out) for size, out in lengths])
+    run = feed(engine, [LoadRequest([5] * size, out) for size, out in lengths])
     assert run.total.output_tokens == 12 and run.input_tokens == 24
     assert run.total.kv_tokens == sum(size + i for size, out in lengths for i in range(out))
 

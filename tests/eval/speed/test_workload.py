@@ -12,7 +12,7 @@ from qrt.mem.manager import KVManager
 from qrt.mem.sizing import PoolSize
 from qrt_eval.inputs.lengths import Fixed
 from qrt_eval.speed import feed
-from qrt_eval.speed.workload import FULL, Load, begun, running_at_once, warmup
+from qrt_eval.speed.workload import FULL, Workload, begun, running_at_once, warmup
 
 
 def engine(seqs=10**6, slots=10**9, tokens=10**9):
@@ -109,7 +109,7 @@ def test_window_rate_equals_an_endless_load(monkeypatch, inputs, outputs, seqs):
 @pytest.mark.parametrize("in_flight, want", [(3, 3), (None, 6)])
 def test_a_warm_up_is_short(monkeypatch, in_flight, want):
     requests = Fixed(10, 9).requests(20, 0, 50)
-    load = Load({"batch": 3}, requests, in_flight)
+    load = Workload({"batch": 3}, requests, in_flight)
     found = warmup(engine(seqs=6), load)
     assert [request.ids for request in found] == [request.ids for request in requests[:want]]
     assert {request.output_len for request in found} == {4}

@@ -1,11 +1,11 @@
-"""`experts` and `experts_shares` against a loop in fp64, on canonical weights."""
+"""`experts` and `experts_partial` against a loop in fp64, on canonical weights."""
 
 import pytest
 import torch
 from experts_truth import inputs, mixture, truth
 from operators import check_operator
 
-from qrt.kernels.experts import cpu, experts, experts_shares, ref
+from qrt.kernels.experts import cpu, experts, experts_partial, ref
 from random_weights import relative
 
 BOUND = {
@@ -28,7 +28,7 @@ def test_references_match_fp64(implementation, scheme, kind):
     x, chosen, weights = inputs(11, 64, 8, 3, among=[0, 1, 2, 4, 7])
     args = x, chosen, weights, *found.args(x.dtype, cpu=implementation is cpu)
     want = truth(x, chosen, weights, found)
-    shares = implementation.experts_shares(*args)
+    shares = implementation.experts_partial(*args)
     assert shares.shape == want.shape and shares.dtype == torch.float32
     assert relative(shares, want) < BOUND[scheme]
     y = implementation.experts(*args)
@@ -84,11 +84,11 @@ def test_no_tokens():
     found = mixture(4, 32, 32, "fp16")
     x, chosen, weights = inputs(0, 32, 4, 2)
     assert experts(x, chosen, weights, *found.args(x.dtype)).shape == (0, 32)
-    assert experts_shares(x, chosen, weights, *found.args(x.dtype)).shape == (2, 0, 32)
+    assert experts_partial(x, chosen, weights, *found.args(x.dtype)).shape == (2, 0, 32)
 
 
 def test_operator():
     found = mixture(4, 32, 32, "w4a16", biased=True)
     x, chosen, weights = inputs(3, 32, 4, 2)
-    for name in ("experts", "experts_shares"):
+    for name in ("experts", "experts_partial"):
         check_operator(name, [x, chosen, weights, *found.args(x.dtype)])

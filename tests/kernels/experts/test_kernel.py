@@ -8,7 +8,7 @@ from experts_truth import inputs, mixture, truth
 
 from backends import COMPILED
 from qrt.kernels.experts import choose, explain, kernel, ref
-from qrt.kernels.experts.choose import Sizes
+from qrt.kernels.experts.choose import ExpertSizes
 from qrt.kernels.linear.int8.plans import BlockPlan
 from qrt.kernels.linear.tiles.plans import FusedPlan, WidePlan
 from qrt.quant.weight.base import Layout
@@ -29,7 +29,7 @@ def check(found, x, chosen, weights):
     args = x, chosen, weights, *found.args(x.dtype, x.device)
     want = truth(x, chosen, weights, found)
     bound = INT8_BOUND[x.dtype] if found.scheme == "w8a8" else BOUND[x.dtype]
-    shares = kernel.experts_shares(*args)
+    shares = kernel.experts_partial(*args)
     assert shares.dtype == torch.float32 and shares.shape == want.shape
     assert relative(shares, want) < bound
     y = kernel.experts(*args)
@@ -111,7 +111,7 @@ def test_split_sums_repeat_bit_for_bit(device, monkeypatch, scheme, hidden):
     shares, args = check(found, x, chosen, weights)
     assert "splits 1," not in kernel.explain(x, 1, args[3], args[5], scheme)[0]
     for _ in range(3):
-        assert torch.equal(kernel.experts_shares(*args), shares)
+        assert torch.equal(kernel.experts_partial(*args), shares)
     assert not args[3][-1].any() and not args[5][-1].any()
 
 
@@ -129,7 +129,7 @@ def test_int8_tokens_are_those_of_the_definition(device):
     found = mixture(4, 128, 96, "w8a8", device=device)
     x, chosen, weights = inputs(9, 128, 4, 2, device=device)
     args = x, chosen, weights, *found.args(x.dtype, device)
-    assert relative(kernel.experts_shares(*args), ref.experts_shares(*args)) < 1e-4
+    assert relative(kernel.experts_partial(*args), ref.experts_partial(*args)) < 1e-4
 
 
 @pytest.mark.parametrize("tokens", [1, 9])
@@ -139,7 +139,7 @@ def test_w4a8_multiplies_as_w4a16(device, tokens):
     x, chosen, weights = inputs(tokens, 128, 4, 2, torch.float16, device)
     both = (found, replace(found, scheme="w4a16"))
     args = [one.args(x.dtype, device) for one in both]
-    assert torch.equal(*(kernel.experts_shares(x, chosen, weights, *own) for own in args))
+    assert torch.equal(*(kernel.experts_partial(x, chosen, weights, *own) for own in args))
 
 
 def test_many_summands_are_rounded_before_they_are_added(device, monkeypatch):
@@ -162,7 +162,7 @@ def test_no_tokens(device, scheme):
     x, chosen, weights = inputs(0, 64, 2, 2, device=device)
     args = x, chosen, weights, *found.args(x.dtype, device)
     assert kernel.experts(*args).shape == (0, 64)
-    assert kernel.experts_shares(*args).shape == (2, 0, 64)
+    assert kernel.experts_partial(*args).shape == (2, 0, 64)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -192,7 +192,7 @@ def test_explain_names_what_runs(device, monkeypatch, scheme, what, tokens):
     found = mixture(4, 128, 64, scheme, torch.float16, device=device)
     x, chosen, weights = inputs(tokens, 128, 4, 2, torch.float16, device)
     args = found.args(x.dtype, device)
-    kernel.experts_shares(x, chosen, weights, *args)
+    kernel.experts_partial(x, chosen, weights, *args)
     said = kernel.explain(x, 2, args[0], args[2], scheme)
     for words, how in zip(said, plans, strict=True):
         assert what in words and ("of its own" in words) == (tokens == 1)
@@ -212,7 +212,7 @@ def test_explain_on_a_cpu_tells_of_each_expert():
     (16, 128, 8, True),
 ])  # fmt: skip
 def test_few_assignments_are_not_ordered(tokens, experts, top_k, ordered):
-    sizes = Sizes(Layout.TILES, torch.bfloat16, tokens, top_k, experts, 2048, 768, (8, 3), (64, 64))
+    sizes = ExpertSizes(Layout.TILES, torch.bfloat16, tokens, top_k, experts, 2048, 768, (8, 3), (64, 64))
     assert choose.plan(sizes).ordered == ordered
 
 
@@ -229,7 +229,7 @@ QWEN3, MIXTRAL, GPT_OSS = (  # top_k, experts, hidden, inner, steps, words
     (GPT_OSS, 16, 8, (2, 1, 2, 4), (1, 1, 2, 4)), (GPT_OSS, 64, 16, (2, 1, 2, 4), (1, 1, 2, 4)),
 ])  # fmt: skip
 def test_few_tokens_of_models_have_the_plans_that_won(model, tokens, block, gate_up, down):
-    how = choose.plan(Sizes(Layout.TILES, torch.bfloat16, tokens, *model, sms=132))
+    how = choose.plan(ExpertSizes(Layout.TILES, torch.bfloat16, tokens, *model, sms=132))
     assert (how.block, how.gate_up, how.down) == (block, gate_up, down)
 
 
@@ -242,7 +242,7 @@ def test_splits_of_k_make_no_crowd(singles, programs, steps):
 
 @pytest.mark.parametrize("tokens, wide", [(1, False), (128, False), (172, True), (8192, True)])
 def test_more_than_ten_assignments_take_hoppers_kernel(tokens, wide):
-    how = choose.plan(Sizes(Layout.TILES, torch.bfloat16, tokens, *QWEN3, sms=132))
+    how = choose.plan(ExpertSizes(Layout.TILES, torch.bfloat16, tokens, *QWEN3, sms=132))
     assert isinstance(how.gate_up, WidePlan) == isinstance(how.down, WidePlan) == wide
     assert not wide or how.block == how.gate_up.tokens > choose.FUSED
 
@@ -254,7 +254,7 @@ def test_more_than_ten_assignments_take_hoppers_kernel(tokens, wide):
 ])  # fmt: skip
 def test_blocks_widen_with_tokens_of_an_expert(layout, dtype, most):
     blocks = [
-        choose.plan(Sizes(layout, dtype, tokens, 8, 128, 2048, 768, (2048, 768), (64, 64))).block
+        choose.plan(ExpertSizes(layout, dtype, tokens, 8, 128, 2048, 768, (2048, 768), (64, 64))).block
         for tokens in (1, 16, 64, 256, 1024, 8192)
     ]
     assert blocks == sorted(blocks) and blocks[0] in (8, 16) and blocks[-1] == most
@@ -284,9 +284,9 @@ def test_model_sizes(device, scheme, tokens, experts, top_k, hidden, inner, dtyp
     args = x, chosen, weights, *found.args(dtype, device)
     want = truth(x, chosen, weights, found)
     bound = INT8_BOUND[dtype] if scheme == "w8a8" else BOUND[dtype]
-    y, shares = kernel.experts(*args), kernel.experts_shares(*args)
+    y, shares = kernel.experts(*args), kernel.experts_partial(*args)
     assert relative(shares, want) < bound and relative(y, want.sum(0)) < bound
-    assert torch.equal(kernel.experts(*args), y) and torch.equal(kernel.experts_shares(*args), shares)
+    assert torch.equal(kernel.experts(*args), y) and torch.equal(kernel.experts_partial(*args), shares)
 
 
 @pytest.mark.gpu

@@ -62,20 +62,20 @@ def test_shares_sum_up_to_the_product(device, monkeypatch, tokens, plan):
     tensors = list(WEIGHT_SCHEMES["w8a8"].prepare(weight, device, torch.float16))
     x = torch.randn(tokens, k, device=device)
     codes, scale, _ = quantize_tokens(x)
-    shares = kernel.linear_int8_shares(codes, scale, tensors, "w8a8")
+    shares = kernel.linear_int8_partial(codes, scale, tensors, "w8a8")
     splits, inputs = (plan[2], 128) if len(plan or ()) == 4 else (plan[3], plan[2]) if plan else (1, k)
     blocks = -(-k // inputs)
     part = -(-blocks // splits) * inputs
     assert shares.shape == (-(-k // part), tokens, n) and shares.dtype == torch.float32
-    assert torch.equal(shares, kernel.linear_shares(x, tensors, "w8a8")) and not tensors[2].any()
+    assert torch.equal(shares, kernel.linear_partial(x, tensors, "w8a8")) and not tensors[2].any()
     for own, left, right in zip(shares, codes.split(part, 1), tensors[0].split(part, 1), strict=True):
         exact = (left.double() @ right.double().T) * scale.double()[:, None] * tensors[1].double()
         assert_rounded_once(own, exact, exact.abs())
     for module in (kernel, ref):
         with pytest.raises(NotImplementedError, match="w4a16 takes no int8 tokens"):
-            module.linear_shares(x, [], "w4a16")
+            module.linear_partial(x, [], "w4a16")
     if tokens:
-        check_operator("linear_int8_shares", (codes, scale, tensors, "w8a8"))
+        check_operator("linear_int8_partial", (codes, scale, tensors, "w8a8"))
 
 
 @pytest.mark.pairs

@@ -5,10 +5,10 @@ import asyncio
 import numpy as np
 import pytest
 
-from qrt.answers.collector import TOKENS_AT_ONCE, RequestCollector
+from qrt.answers.processor import TOKENS_AT_ONCE, OutputProcessor
+from qrt.engine.schedule.logprobs import LogprobRows
 from qrt.engine.schedule.output import StepDelta, merge
 from qrt.engine.schedule.request import FinishReason
-from qrt.engine.schedule.scores import Scores
 from qrt.errors import ConfigError, QueueFullError
 from qrt.request.sampling import SamplingParams
 from qrt.serve.link.engine_client import EngineClient, EngineError
@@ -36,12 +36,12 @@ class Client(EngineClient):
 
 def scores(tokens):
     values, ids = np.array(tokens, np.float32), np.array(tokens, np.int64)
-    return Scores(-values, ids, ids[:, None], -values[:, None])
+    return LogprobRows(-values, ids, ids[:, None], -values[:, None])
 
 
-def collector(n: int = 1, **params) -> RequestCollector:
+def collector(n: int = 1, **params) -> OutputProcessor:
     tokenizer = Tokenizer("tiny")
-    return RequestCollector(
+    return OutputProcessor(
         "r", None, tokenizer.encode("The"), SamplingParams(n=n, max_tokens=50, **params), tokenizer
     )
 

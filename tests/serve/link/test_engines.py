@@ -14,14 +14,14 @@ from qrt.engine.schedule.output import StepDelta
 from qrt.engine.schedule.request import FinishReason
 from qrt.errors import QueueFullError
 from qrt.request.sampling import SamplingParams
-from qrt.serve.link.engine_client import EngineClient, EngineError, Load
+from qrt.serve.link.engine_client import EngineClient, EngineError, EngineLoad
 from qrt.serve.link.engines import MORE_REQUESTS, MORE_SHARE, MORE_TOKENS, Engines, pick
 from qrt.serve.link.messages import Abort, Add, Answer, Ask, EngineInfo, Failed, Ready, Refusal
 from qrt.serve.link.metric_names import MetricNames
 from qrt.serve.link.prefixes import CHUNK, Prefixes
 from qrt.serve.link.step_output import StepOutput
 
-loads = st.builds(Load, st.integers(0, 40), st.integers(0, 3 * MORE_TOKENS))
+loads = st.builds(EngineLoad, st.integers(0, 40), st.integers(0, 3 * MORE_TOKENS))
 INFO = EngineInfo(
     model="tiny", weight_scheme="fp16", weight_bytes=1, dtype="float32", device="cuda:0", kv="fp16",
     kv_bytes_per_token=1, pool_tokens=10, pool_bytes=10, concurrency=1.0, kv_windows="", max_model_len=100,
@@ -72,7 +72,7 @@ class Prompt:
         for id in self.engine_ids:
             yield id, SamplingParams()
 
-    def feed(self, delta: StepDelta) -> TextDelta:
+    def process(self, delta: StepDelta) -> TextDelta:
         return TextDelta(0, "", delta.token_ids, None, delta.finish_reason, None, abort=False)
 
 

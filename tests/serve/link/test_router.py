@@ -9,7 +9,7 @@ from qrt.request.sampling import SamplingParams
 from qrt.serve.link import router as router_module
 from qrt.serve.link.messages import Add, Gone, Hello, fields_of
 from qrt.serve.link.metric_names import MetricNames
-from qrt.serve.link.router import Router
+from qrt.serve.link.router import EngineRouter
 from qrt.serve.link.step_output import StepOutput
 
 pytestmark = pytest.mark.model
@@ -42,7 +42,7 @@ def add(id: str) -> Add:
 
 @pytest.fixture
 def router():
-    return Router(Engine(EngineConfig("tiny", max_num_seqs=1, kv_cache_memory_bytes=2**25)))
+    return EngineRouter(Engine(EngineConfig("tiny", max_num_seqs=1, kv_cache_memory_bytes=2**25)))
 
 
 def test_waiting_clients_get_a_heartbeat(router, monkeypatch):
@@ -75,7 +75,9 @@ def test_metrics_name_the_model():
         (None, "qrt:", {"model_name": "tiny"}),
         (MetricNames("a/b", "vllm", 1), "vllm:", {"model_name": "a/b", "engine": "1"}),
     ):
-        samples = [s for family in Router(engine, names=names).metrics.collect() for s in family.samples]
+        samples = [
+            s for family in EngineRouter(engine, names=names).metrics.collect() for s in family.samples
+        ]
         assert samples and all(labels.items() <= sample.labels.items() for sample in samples)
         assert all(("engine" in sample.labels) == ("engine" in labels) for sample in samples)
         assert all(sample.name.startswith(prefix) for sample in samples)

@@ -8,7 +8,7 @@ import httpx
 import pytest
 from servers import ThreadServer, bearer, refused
 
-from qrt.answers.collector import RequestCollector
+from qrt.answers.processor import OutputProcessor
 from qrt.engine.schedule.output import StepDelta
 from qrt.engine.schedule.request import FinishReason
 from qrt.request.sampling import SamplingParams
@@ -112,14 +112,14 @@ def test_generate_stream(lightllm):
 def test_each_token_is_its_own_event():
     tokenizer = Tokenizer("tiny")
     prompt, *ids = tokenizer.encode("The president of the country", add_special_tokens=False)
-    collector = RequestCollector("r", None, [prompt], SamplingParams(max_tokens=len(ids)), tokenizer)
+    collector = OutputProcessor("r", None, [prompt], SamplingParams(max_tokens=len(ids)), tokenizer)
     shape = LightllmShape(
         SimpleNamespace(tokenizer=tokenizer),
         GenerateRequest(inputs="The", parameters=Parameters()),
         collector,
     )
     parts = [StepDelta("r#0", tuple(ids[:3])), StepDelta("r#0", tuple(ids[3:]), FinishReason.LENGTH)]
-    got = [event for part in parts for event in shape.events(0, collector.feed(part))]
+    got = [event for part in parts for event in shape.events(0, collector.process(part))]
     got = [json.loads(event.removeprefix(b"data:")) for event in got]
     assert [event["token"]["id"] for event in got] == ids
     assert [event["token"]["count_output_tokens"] for event in got] == list(range(1, len(ids) + 1))

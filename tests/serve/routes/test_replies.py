@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 import small_tokenizers
-from qrt.answers.collector import RequestCollector
+from qrt.answers.processor import OutputProcessor
+from qrt.engine.schedule.logprobs import LogprobRows
 from qrt.engine.schedule.output import StepDelta
 from qrt.engine.schedule.request import FinishReason
-from qrt.engine.schedule.scores import Scores
 from qrt.request.sampling import SamplingParams
 from qrt.serve.routes.protocol import ChatCompletionRequest, CompletionRequest
 from qrt.serve.routes.replies import ChatReply, CompletionReply
@@ -23,11 +23,11 @@ def tokenizer(request, tmp_path):
     return Tokenizer(small_tokenizers.save(getattr(small_tokenizers, request.param)(), tmp_path))
 
 
-def scores(ids, others=()) -> Scores:
+def scores(ids, others=()) -> LogprobRows:
     """Each token is the likeliest of its place, `others` come behind."""
     ranked = [[token, *(other for other in others if other != token)][: len(others) or 1] for token in ids]
     values = -np.tile(np.arange(1, len(ranked[0]) + 1, dtype=np.float32), (len(ids), 1))
-    return Scores(values[:, 0], np.ones(len(ids), np.int64), np.array(ranked), values)
+    return LogprobRows(values[:, 0], np.ones(len(ids), np.int64), np.array(ranked), values)
 
 
 def deltas(ids, others, prompt_ids):
@@ -43,10 +43,12 @@ def reply(kind, tokenizer, ids, others=(), *, prompt=None, prompt_ids=(5,), **bo
     request = CompletionRequest if kind is CompletionReply else ChatCompletionRequest
     given = {"prompt": "x"} if kind is CompletionReply else {"messages": [{"role": "user", "content": "x"}]}
     params = SamplingParams(max_tokens=len(ids), logprobs=5)
-    collector = RequestCollector("r", prompt, list(prompt_ids), params, tokenizer)
+    collector = OutputProcessor("r", prompt, list(prompt_ids), params, tokenizer)
     made = kind("id", "m", request.model_validate({**given, **body}), [collector])
     events = [
-        event for delta in deltas(ids, others, prompt_ids) for event in made.events(0, collector.feed(delta))
+        event
+        for delta in deltas(ids, others, prompt_ids)
+        for event in made.events(0, collector.process(delta))
     ]
     chunks = [json.loads(event.removeprefix(b"data: "))["choices"][0] for event in events]
     return made.body()["choices"][0], chunks
@@ -65,7 +67,7 @@ def test_usage_per_chunk_does_not_read_all_choices(tokenizer):
 
     count, ids = 50, [5, 6, 7]
     params = SamplingParams(max_tokens=len(ids), logprobs=5)
-    collectors = Counted(RequestCollector(f"r{i}", None, [5], params, tokenizer) for i in range(count))
+    collectors = Counted(OutputProcessor(f"r{i}", None, [5], params, tokenizer) for i in range(count))
     options = {"continuous_usage_stats": True, "include_usage": True}
     asked = {"prompt": ["x"] * count, "stream": True, "stream_options": options}
     made = CompletionReply("id", "m", CompletionRequest.model_validate(asked), collectors)
@@ -74,7 +76,7 @@ def test_usage_per_chunk_does_not_read_all_choices(tokenizer):
         for index in range(count):
             finish = FinishReason.LENGTH if place == len(ids) - 1 else None
             delta = StepDelta(f"r{index}#0", (token,), finish, num_cached=index % 2, logprobs=scores([token]))
-            events = list(made.events(index, collectors[index].feed(delta)))
+            events = list(made.events(index, collectors[index].process(delta)))
             usages += [json.loads(event.removeprefix(b"data: "))["usage"] for event in events]
     (last,) = [json.loads(event.removeprefix(b"data: "))["usage"] for event in made.closing()]
     assert Counted.seen <= count

@@ -8,7 +8,7 @@ from qrt.errors import ConfigError
 from qrt.text.chat_template import ChatTemplate
 from qrt.text.data.chats import Unused
 from qrt.text.data.json_rows import Broken
-from qrt.text.data.rows import Row
+from qrt.text.data.rows import DataRow
 from qrt.text.data.texts import Texts, text_of
 
 LOOP = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
@@ -251,7 +251,7 @@ def test_reasoning_of_earlier_turns_may_go():
 def test_rows_left_out_are_counted_by_reason():
     rows = ["fine", {"text": None}, {"txt": 1}, {"text": None}, {"text": "good"}]
     texts = Texts(None)
-    assert [text for text, _ in texts.of(Row(v, "a.jsonl", n) for n, v in enumerate(rows, 1))] == [
+    assert [text for text, _ in texts.of(DataRow(v, "a.jsonl", n) for n, v in enumerate(rows, 1))] == [
         "fine",
         "good",
     ]
@@ -266,14 +266,16 @@ def test_rows_left_out_are_counted_by_reason():
 
 
 def test_most_frequent_reasons_are_listed():
-    rows = [Row({f"key{n % 20}": 1}, "a", n) for n in range(100)] + [Row({"text": None}, "a", 100)] * 50
+    rows = [DataRow({f"key{n % 20}": 1}, "a", n) for n in range(100)] + [
+        DataRow({"text": None}, "a", 100)
+    ] * 50
     texts = Texts(None)
     assert not list(texts.of(rows))
     assert texts.reasons().startswith("50: 'text' is null") and texts.reasons().endswith("75: other reasons")
 
 
 def test_pieces_of_a_text_are_one_document():
-    rows = [Row("one ", "a", 1, ends=False), Row("text", "a", 2), Row("another", "b", 1)]
+    rows = [DataRow("one ", "a", 1, ends=False), DataRow("text", "a", 2), DataRow("another", "b", 1)]
     assert list(Texts(None).documents(rows)) == ["one text", "another"]
 
 

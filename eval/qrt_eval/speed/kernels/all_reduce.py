@@ -21,7 +21,7 @@ from qrt.kernels.all_reduce.choose import choose
 from qrt.kernels.gpu import launches_on
 from qrt.kernels.rmsnorm import add_rmsnorm
 from qrt.kernels.tensor_parallel import TensorParallelGroup
-from qrt_eval.speed.kernels.row import Row
+from qrt_eval.speed.kernels.row import KernelRow
 from qrt_eval.speed.kernels.timer import Rates, activation_dtype, microseconds
 
 CALLS = 20  # in a graph
@@ -29,7 +29,7 @@ DEADLINE_S = 900
 Cell = tuple[str, int, float]  # name, tokens, microseconds
 
 
-def rows(config: Arch, tokens: Sequence[int], rates: Rates, device: torch.device) -> Iterator[Row]:
+def rows(config: Arch, tokens: Sequence[int], rates: Rates, device: torch.device) -> Iterator[KernelRow]:
     """Yield three rows a number of tokens, for all GPUs of this machine."""
     size = torch.cuda.device_count() if device.type == "cuda" else 0
     if size < 2:
@@ -39,7 +39,9 @@ def rows(config: Arch, tokens: Sequence[int], rates: Rates, device: torch.device
     for what, count, us in _measured(size, width, tokens):
         num_bytes = 4 * count * width * activation_dtype(device).itemsize
         at = f"T={count} ({count * width * 2 >> 10} KB)"
-        yield Row("all-reduce", what, at, us, rates.floor_us(num_bytes), num_bytes, 0, "NCCL" not in what)
+        yield KernelRow(
+            "all-reduce", what, at, us, rates.floor_us(num_bytes), num_bytes, 0, "NCCL" not in what
+        )
 
 
 def _measured(size: int, width: int, tokens: Sequence[int]) -> list[Cell]:

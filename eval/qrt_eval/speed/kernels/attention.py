@@ -19,7 +19,7 @@ from qrt.kernels.kv_write import kv_write
 from qrt.kernels.prefill_attention import prefill_attention
 from qrt.kernels.prefill_attention.tiles import Queries, plan_tiles
 from qrt.quant.kv import KV_FORMATS, KVFormat
-from qrt_eval.speed.kernels.row import Row
+from qrt_eval.speed.kernels.row import KernelRow
 from qrt_eval.speed.kernels.timer import Rates, activation_dtype, copies, microseconds
 
 Buffers = list[Tensor]
@@ -50,7 +50,7 @@ def decode_rows(
     rates: Rates,
     device: torch.device,
     compare: bool,
-) -> Iterator[Row]:
+) -> Iterator[KernelRow]:
     """Yield a row per KV format and (batch, context), with the merge; `compare` adds torch's SDPA."""
     heads, dim, scale = config.num_heads, config.head_dim, config.head_dim**-0.5
     for batch, context in sizes:
@@ -69,7 +69,7 @@ def decode_rows(
             operands = [(q, kv, table, index, lens, parts, out, name, scale, True) for kv in caches]
             us = microseconds(decode_attention, operands)
             floor = rates.floor_us(num_bytes + 2 * q.nbytes, flops)
-            yield Row("decode", name, f"{batch} x {context}", us, floor, num_bytes, flops)
+            yield KernelRow("decode", name, f"{batch} x {context}", us, floor, num_bytes, flops)
             del caches, operands
         if compare:
             shape = (batch, config.num_kv_heads, context, dim)
@@ -81,12 +81,12 @@ def decode_rows(
             sdpa = partial(F.scaled_dot_product_attention, enable_gqa=True)
             us = microseconds(sdpa, [(q[:, :, None], k, v) for k, v in pairs])
             floor, at = rates.floor_us(kv_bytes + 2 * q.nbytes, flops), f"{batch} x {context}"
-            yield Row("decode", "torch SDPA, contiguous", at, us, floor, kv_bytes, flops, False)
+            yield KernelRow("decode", "torch SDPA, contiguous", at, us, floor, kv_bytes, flops, False)
 
 
 def prefill_rows(
     config: Arch, sizes: Sequence[tuple[int, int]], rates: Rates, device: torch.device, compare: bool
-) -> Iterator[Row]:
+) -> Iterator[KernelRow]:
     """Yield a row per KV format and (chunk, cached prefix) of one request; `compare` adds torch's SDPA."""
     heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
     for chunk, prefix in sizes:
@@ -110,11 +110,11 @@ def prefill_rows(
             us = microseconds(prefill_attention, [operands] * 2)
             num_bytes = 2 * (q.nbytes + k.nbytes) + prefix * fmt.bytes_per_slot(kv_heads, dim, q.dtype)
             floor = rates.floor_us(num_bytes, flops)
-            yield Row("prefill", name, at, us, floor, num_bytes, flops)
+            yield KernelRow("prefill", name, at, us, floor, num_bytes, flops)
         if compare:
             num_bytes = 2 * (q.nbytes + k.nbytes + prefix * kv_heads * dim * k.itemsize)
             us, floor = _sdpa_chunk(q, total, kv_heads), rates.floor_us(num_bytes, flops)
-            yield Row("prefill", "torch SDPA, contiguous", at, us, floor, num_bytes, flops, False)
+            yield KernelRow("prefill", "torch SDPA, contiguous", at, us, floor, num_bytes, flops, False)
 
 
 def _sdpa_chunk(q: Tensor, total: int, kv_heads: int) -> float:
@@ -126,7 +126,9 @@ def _sdpa_chunk(q: Tensor, total: int, kv_heads: int) -> float:
     )
 
 
-def write_rows(config: Arch, tokens: Sequence[int], rates: Rates, device: torch.device) -> Iterator[Row]:
+def write_rows(
+    config: Arch, tokens: Sequence[int], rates: Rates, device: torch.device
+) -> Iterator[KernelRow]:
     """Yield rows of kv_write in every KV format: norms, RoPE, smoothing, rotation, quantization, store."""
     heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
     cos, sin = rope_tables(config.ropes["all"], dim, 4096, device)
@@ -149,4 +151,4 @@ def write_rows(config: Arch, tokens: Sequence[int], rates: Rates, device: torch.
                 operands.append((q, k, v, cos, sin, positions, slots, kv, table, name, *norms))
             us = microseconds(kv_write, operands)
             floor = rates.floor_us(num_bytes)
-            yield Row("kv_write", name, f"T={count}", us, floor, num_bytes, 0)
+            yield KernelRow("kv_write", name, f"T={count}", us, floor, num_bytes, 0)

@@ -11,11 +11,11 @@ import torch
 from qrt.arch import Arch
 from qrt.kernels.act_mul import act_mul, act_mul_int8
 from qrt.kernels.rmsnorm import add_rmsnorm, add_rmsnorm_int8
-from qrt_eval.speed.kernels.row import Row
+from qrt_eval.speed.kernels.row import KernelRow
 from qrt_eval.speed.kernels.timer import Rates, activation_dtype, copies, microseconds
 
 
-def rows(config: Arch, tokens: Sequence[int], rates: Rates, device: torch.device) -> Iterator[Row]:
+def rows(config: Arch, tokens: Sequence[int], rates: Rates, device: torch.device) -> Iterator[KernelRow]:
     """Yield rows of RMSNorm with the residual addition, and of SiLU * up; both also with int8 output."""
     dtype = activation_dtype(device)
     hidden, inner = config.hidden_size, config.intermediate_size
@@ -43,5 +43,5 @@ def _row(
     *,
     at: str,
     rates: Rates,
-) -> Row:
-    return Row(op, what, at, microseconds(operator, operands), rates.floor_us(num_bytes), num_bytes, 0)
+) -> KernelRow:
+    return KernelRow(op, what, at, microseconds(operator, operands), rates.floor_us(num_bytes), num_bytes, 0)

@@ -21,11 +21,11 @@ from qrt.layers.experts import ExpertLinear
 from qrt.model.random import RandomWeights
 from qrt.quant.weight import WEIGHT_SCHEMES
 from qrt_eval.speed.kernels.linear import in_int8
-from qrt_eval.speed.kernels.row import Row
+from qrt_eval.speed.kernels.row import KernelRow
 from qrt_eval.speed.kernels.timer import Rates, activation_dtype, copies, microseconds
 
 
-def rows(config: Arch, tokens: Sequence[int], rates: Rates, device: torch.device) -> Iterator[Row]:
+def rows(config: Arch, tokens: Sequence[int], rates: Rates, device: torch.device) -> Iterator[KernelRow]:
     """Yield a row per number of tokens for the router, each scheme, and torch; none without a mixture."""
     if (own := config.experts) is None:
         return
@@ -42,7 +42,7 @@ def rows(config: Arch, tokens: Sequence[int], rates: Rates, device: torch.device
 
 def _route(
     config: Arch, own: Experts, tokens: Sequence[int], rates: Rates, device: torch.device
-) -> Iterator[Row]:
+) -> Iterator[KernelRow]:
     """Yield the router's rows."""
     dtype, rules = activation_dtype(device), own.router
     gate = torch.randn(own.count, config.hidden_size, device=device, dtype=dtype)
@@ -58,7 +58,7 @@ def _route(
         calls = [(x, gate.clone(), bias, correction, *how) for _ in range(copies(gate.nbytes))]
         flops = 2 * m * gate.numel()
         us = microseconds(route, calls)
-        yield Row("experts", "route", f"M={m}", us, rates.floor_us(num_bytes, flops), num_bytes, flops)
+        yield KernelRow("experts", "route", f"M={m}", us, rates.floor_us(num_bytes, flops), num_bytes, flops)
 
 
 Layer = tuple[ExpertLinear, ExpertLinear]
@@ -95,7 +95,7 @@ def _experts(
     multiply: Callable[..., Tensor],
     tokens: Sequence[int],
     rates: Rates,
-) -> Iterator[Row]:
+) -> Iterator[KernelRow]:
     """Yield the rows of one scheme. What a call must read are the experts that its tokens chose."""
     scheme, device, top_k = layers[0][0].scheme, layers[0][0].tensors[0].device, own.router.top_k
     each = _num_bytes(layers[0]) / own.count
@@ -112,7 +112,7 @@ def _experts(
         num_bytes = round(each * sum(len(one.unique()) for one in chosen) / count) + 2 * x.nbytes
         flops = 6 * m * top_k * config.hidden_size * own.width
         floor_us = rates.floor_us(num_bytes, flops, in_int8(scheme))
-        yield Row("experts", what, f"M={m}", us, floor_us, num_bytes, flops, ours=multiply is experts)
+        yield KernelRow("experts", what, f"M={m}", us, floor_us, num_bytes, flops, ours=multiply is experts)
 
 
 def choices(count: int, top_k: int, tokens: int, calls: int) -> list[Tensor]:

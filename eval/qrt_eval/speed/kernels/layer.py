@@ -22,7 +22,7 @@ from qrt.quant.kv import KV_FORMATS
 from qrt.quant.weight import WEIGHT_SCHEMES
 from qrt_eval.speed.kernels.attention import randomize
 from qrt_eval.speed.kernels.linear import in_int8
-from qrt_eval.speed.kernels.row import Row
+from qrt_eval.speed.kernels.row import KernelRow
 from qrt_eval.speed.kernels.timer import Rates, activation_dtype, microseconds
 from qrt_eval.speed.latency import weight_bytes
 
@@ -41,7 +41,9 @@ def pairs() -> list[tuple[str, str]]:
     return found
 
 
-def rows(config: Arch, sizes: Sequence[tuple[int, int]], rates: Rates, device: torch.device) -> Iterator[Row]:
+def rows(
+    config: Arch, sizes: Sequence[tuple[int, int]], rates: Rates, device: torch.device
+) -> Iterator[KernelRow]:
     """Yield a row per pair of weight scheme and KV format, and per (batch, context)."""
     plain = _plain(device)
     for scheme, kv in pairs():
@@ -55,11 +57,13 @@ def rows(config: Arch, sizes: Sequence[tuple[int, int]], rates: Rates, device: t
             names = [plain if name == "fp16" else name for name in (scheme, kv)]
             what, at = "{}, KV {}".format(*names), f"{batch} x {context}"
             floor_us = rates.floor_us(num_bytes, flops, in_int8(scheme))
-            yield Row("layer", what, at, us, floor_us, num_bytes, flops, ours=scheme != "fp16")
+            yield KernelRow("layer", what, at, us, floor_us, num_bytes, flops, ours=scheme != "fp16")
         del model
 
 
-def chain_rows(config: Arch, tokens: Sequence[int], rates: Rates, device: torch.device) -> Iterator[Row]:
+def chain_rows(
+    config: Arch, tokens: Sequence[int], rates: Rates, device: torch.device
+) -> Iterator[KernelRow]:
     """Yield a row per weight scheme and number of tokens."""
     for scheme in WEIGHT_SCHEMES:
         model = layers(config, scheme, device)
@@ -75,7 +79,7 @@ def chain_rows(config: Arch, tokens: Sequence[int], rates: Rates, device: torch.
             flops, num_bytes = m * _flops_per_token(model, 0), _weight_bytes(model, m)
             what = _plain(device) if scheme == "fp16" else scheme
             floor_us = rates.floor_us(num_bytes, flops, in_int8(scheme))
-            yield Row("chain", what, f"M={m}", us, floor_us, num_bytes, flops, ours=scheme != "fp16")
+            yield KernelRow("chain", what, f"M={m}", us, floor_us, num_bytes, flops, ours=scheme != "fp16")
         del model
 
 

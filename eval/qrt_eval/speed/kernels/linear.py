@@ -14,7 +14,7 @@ from qrt.kernels.linear import linear
 from qrt.layers.linear import Linear
 from qrt.model.random import RandomWeights
 from qrt.quant.weight import WEIGHT_SCHEMES
-from qrt_eval.speed.kernels.row import Row
+from qrt_eval.speed.kernels.row import KernelRow
 from qrt_eval.speed.kernels.timer import Rates, activation_dtype, copies, microseconds
 
 
@@ -39,7 +39,7 @@ def head(config: Arch) -> tuple[int, int]:
     return config.hidden_size, config.vocab_size
 
 
-def rows(config: Arch, tokens: Sequence[int], rates: Rates, device: torch.device) -> Iterator[Row]:
+def rows(config: Arch, tokens: Sequence[int], rates: Rates, device: torch.device) -> Iterator[KernelRow]:
     """Yield a row per scheme, product and number of tokens, the sum of the four, and the head's row.
 
     Unquantized products are torch's. On a GPU, qrt's own unquantized head has rows too.
@@ -69,7 +69,7 @@ def _product(
     rates: Rates,
     device: torch.device,
     multiply: Callable[..., Tensor],
-) -> Iterator[Row]:
+) -> Iterator[KernelRow]:
     k, n = size
     weights = cold_copies(random_linear(scheme, k, n, device))
     weight_bytes = _num_bytes(weights[0])
@@ -78,7 +78,7 @@ def _product(
         us = microseconds(multiply, [(x, weight.tensors, None, scheme) for weight in weights])
         flops, num_bytes = 2 * m * n * k, weight_bytes + m * (n + k) * x.itemsize
         floor_us = rates.floor_us(num_bytes, flops, in_int8(scheme))
-        yield Row("linear", name, f"M={m}", us, floor_us, num_bytes, flops, ours=multiply is linear)
+        yield KernelRow("linear", name, f"M={m}", us, floor_us, num_bytes, flops, ours=multiply is linear)
 
 
 def _by_torch(x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None, scheme: str) -> Tensor:
@@ -99,11 +99,11 @@ def cold_copies(first: Linear) -> list[Linear]:
     return [first, *(Linear(first.scheme, tensors, first.bias) for tensors in clones)]
 
 
-def sums(cells: Sequence[Row], name: str, tokens: Sequence[int]) -> Iterator[Row]:
+def sums(cells: Sequence[KernelRow], name: str, tokens: Sequence[int]) -> Iterator[KernelRow]:
     """Yield a row per number of tokens: what the products of `cells` take together."""
     for m in tokens:
         same = [cell for cell in cells if cell.at == f"M={m}"]
-        yield Row(
+        yield KernelRow(
             "linear",
             f"{name} sum",
             f"M={m}",

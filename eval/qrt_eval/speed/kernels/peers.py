@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from qrt.arch import Arch
 from qrt.kernels.gpu import is_hopper
 from qrt_eval.speed.kernels.linear import products, sums
-from qrt_eval.speed.kernels.row import Row
+from qrt_eval.speed.kernels.row import KernelRow
 from qrt_eval.speed.kernels.timer import Rates, copies, microseconds
 
 GROUP = 128  # weights per scale of int4
@@ -30,7 +30,7 @@ FP8 = torch.float8_e4m3fn
 Sizes = Sequence[tuple[int, int]]
 
 
-class Product(NamedTuple):
+class PeerProduct(NamedTuple):
     """Hold `multiply(x, weight)` for weights [N, K] that `weight()` makes, each of `num_bytes`."""
 
     multiply: Callable[[Tensor, Any], Tensor]
@@ -48,7 +48,7 @@ class Peer(NamedTuple):
 
     package: str
     what: str
-    make: Callable[[int, int, torch.device], Product]
+    make: Callable[[int, int, torch.device], PeerProduct]
     int8: bool = False
     dtype: torch.dtype = torch.bfloat16
     least: int = 1
@@ -63,9 +63,9 @@ def rows(
     prefills: Sizes,
     rates: Rates,
     device: torch.device,
-) -> Iterator[Row]:
+) -> Iterator[KernelRow]:
     """Yield the rows of every peer of the operators `ops`."""
-    jobs: list[tuple[str, str, Callable[[], Iterator[Row]]]] = []
+    jobs: list[tuple[str, str, Callable[[], Iterator[KernelRow]]]] = []
     if "linear" in ops:
         for peer in PEERS:
             jobs.append((peer.package, peer.what, partial(linear_rows, peer, config, tokens, rates, device)))
@@ -91,7 +91,7 @@ def _is_here(package: str) -> bool:
     return True
 
 
-def _measured(what: str, job: Callable[[], Iterator[Row]]) -> list[Row]:
+def _measured(what: str, job: Callable[[], Iterator[KernelRow]]) -> list[KernelRow]:
     try:
         with torch.no_grad():
             return list(job())
@@ -102,10 +102,10 @@ def _measured(what: str, job: Callable[[], Iterator[Row]]) -> list[Row]:
 
 def linear_rows(
     peer: Peer, config: Arch, tokens: Sequence[int], rates: Rates, device: torch.device
-) -> Iterator[Row]:
+) -> Iterator[KernelRow]:
     """Yield a row per product and number of tokens that the peer runs, and one for all four."""
     tokens = [m for m in tokens if peer.least <= m <= peer.most]
-    cells: list[Row] = []
+    cells: list[KernelRow] = []
     for name, (k, n) in products(config).items() if tokens else ():
         product = peer.make(k, n, device)
         weights = [product.weight() for _ in range(copies(product.num_bytes))]
@@ -114,14 +114,14 @@ def linear_rows(
             us = microseconds(product.multiply, [(x, weight) for weight in weights])
             flops, num_bytes = 2 * m * n * k, product.num_bytes + m * (k * x.itemsize + 2 * n)
             floor_us = rates.floor_us(num_bytes, flops, peer.int8)
-            row = Row("linear", f"{peer.what} {name}", f"M={m}", us, floor_us, num_bytes, flops, False)
+            row = KernelRow("linear", f"{peer.what} {name}", f"M={m}", us, floor_us, num_bytes, flops, False)
             cells.append(row)
         del weights
     yield from cells
     yield from sums(cells, peer.what, tokens)
 
 
-def _tinygemm(k: int, n: int, device: torch.device) -> Product:
+def _tinygemm(k: int, n: int, device: torch.device) -> PeerProduct:
     def weight() -> tuple[Tensor, Tensor]:
         codes = torch.randint(0, 256, (n, k // 2), device=device, dtype=torch.uint8)
         scale_and_zero = torch.rand(k // GROUP, n, 2, device=device, dtype=torch.bfloat16)
@@ -130,19 +130,21 @@ def _tinygemm(k: int, n: int, device: torch.device) -> Product:
     def multiply(x: Tensor, weight: tuple[Tensor, Tensor]) -> Tensor:
         return torch.ops.aten._weight_int4pack_mm(x, weight[0], GROUP, weight[1])
 
-    return Product(multiply, weight, n * k // 2 + 4 * n * k // GROUP)
+    return PeerProduct(multiply, weight, n * k // 2 + 4 * n * k // GROUP)
 
 
-def _int_mm(k: int, n: int, device: torch.device) -> Product:
+def _int_mm(k: int, n: int, device: torch.device) -> PeerProduct:
     """Multiply int8 by int8 into int32, without quantizing tokens before or scaling after."""
 
     def weight() -> Tensor:
         return torch.randint(-128, 128, (n, k), device=device, dtype=torch.int8)
 
-    return Product(lambda x, weight: torch._int_mm(x, weight.T), weight, n * k)
+    return PeerProduct(lambda x, weight: torch._int_mm(x, weight.T), weight, n * k)
 
 
-def _torchao(name: str, settings: dict[str, Any], bits: int, k: int, n: int, device: torch.device) -> Product:
+def _torchao(
+    name: str, settings: dict[str, Any], bits: int, k: int, n: int, device: torch.device
+) -> PeerProduct:
     """Use `torchao.quantization.quantize_` with the config of that name; its int8 is meant to be compiled."""
     quantization = import_module("torchao.quantization")
     config = getattr(quantization, name)(**settings)
@@ -156,9 +158,9 @@ def _torchao(name: str, settings: dict[str, Any], bits: int, k: int, n: int, dev
         return F.linear(x, weight)
 
     if bits == 4:
-        return Product(multiply, weight, n * k // 2 + 4 * n * k // GROUP)
+        return PeerProduct(multiply, weight, n * k // 2 + 4 * n * k // GROUP)
     torch._dynamo.reset()  # torch compiles a function for a few sizes only
-    return Product(torch.compile(multiply, dynamic=False), weight, n * k + 2 * n)
+    return PeerProduct(torch.compile(multiply, dynamic=False), weight, n * k + 2 * n)
 
 
 def _gemlite(device: torch.device) -> Any:
@@ -169,7 +171,7 @@ def _gemlite(device: torch.device) -> Any:
     return gemlite
 
 
-def _gemlite_int4(k: int, n: int, device: torch.device) -> Product:
+def _gemlite_int4(k: int, n: int, device: torch.device) -> PeerProduct:
     gemlite = _gemlite(device)
 
     def weight() -> Any:
@@ -182,10 +184,10 @@ def _gemlite_int4(k: int, n: int, device: torch.device) -> Product:
         layer.pack(codes, scale, torch.full_like(scale, 8), None)
         return layer
 
-    return Product(_call, weight, n * k // 2 + 4 * n * k // GROUP)
+    return PeerProduct(_call, weight, n * k // 2 + 4 * n * k // GROUP)
 
 
-def _gemlite_int8(k: int, n: int, device: torch.device) -> Product:
+def _gemlite_int8(k: int, n: int, device: torch.device) -> PeerProduct:
     """Multiply by int8 tokens, which the call quantizes."""
     _gemlite(device)
     helper = import_module("gemlite.helper")
@@ -194,7 +196,7 @@ def _gemlite_int8(k: int, n: int, device: torch.device) -> Product:
         layer = nn.Linear(k, n, bias=False, device=device, dtype=torch.bfloat16)
         return helper.A8W8_INT8_dynamic(device=device, dtype=torch.bfloat16).from_linear(layer)
 
-    return Product(_call, weight, n * k + 4 * n)
+    return PeerProduct(_call, weight, n * k + 4 * n)
 
 
 def _call(x: Tensor, layer: Callable[[Tensor], Tensor]) -> Tensor:
@@ -222,7 +224,7 @@ PEERS = (
 
 def decode_rows(
     dtype: torch.dtype, name: str, config: Arch, sizes: Sizes, rates: Rates, device: torch.device
-) -> Iterator[Row]:
+) -> Iterator[KernelRow]:
     """Time flashinfer's decode attention over a paged cache of `dtype` with shuffled pages."""
     flashinfer = import_module("flashinfer")
     heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
@@ -251,11 +253,13 @@ def decode_rows(
         us = microseconds(wrapper.run, [(q, cache) for cache in caches])
         num_bytes, flops = kv_bytes + 2 * q.nbytes, 4 * batch * context * heads * dim
         floor, at = rates.floor_us(num_bytes, flops), f"{batch} x {context}"
-        yield Row("decode", f"flashinfer {name}, pages of {PAGE}", at, us, floor, num_bytes, flops, False)
+        yield KernelRow(
+            "decode", f"flashinfer {name}, pages of {PAGE}", at, us, floor, num_bytes, flops, False
+        )
         del caches
 
 
-def prefill_rows(config: Arch, sizes: Sizes, rates: Rates, device: torch.device) -> Iterator[Row]:
+def prefill_rows(config: Arch, sizes: Sizes, rates: Rates, device: torch.device) -> Iterator[KernelRow]:
     """Time flashinfer's attention of one chunk after its prefix, over contiguous bf16 K and V."""
     flashinfer = import_module("flashinfer")
     heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
@@ -269,4 +273,4 @@ def prefill_rows(config: Arch, sizes: Sizes, rates: Rates, device: torch.device)
         flops = 4 * heads * dim * (chunk * prefix + chunk * (chunk + 1) // 2)
         num_bytes = 2 * (q.nbytes + k.nbytes)
         floor, at = rates.floor_us(num_bytes, flops), f"{chunk} + {prefix}"
-        yield Row("prefill", "flashinfer, contiguous", at, us, floor, num_bytes, flops, False)
+        yield KernelRow("prefill", "flashinfer, contiguous", at, us, floor, num_bytes, flops, False)

@@ -12,7 +12,7 @@ OPS = (
 
 
 @dataclass(frozen=True)
-class Row:
+class KernelRow:
     """Hold one measured cell.
 
     op         the operator

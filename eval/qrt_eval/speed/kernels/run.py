@@ -27,7 +27,7 @@ from qrt_eval.speed.kernels import (
     peers,
     sample,
 )
-from qrt_eval.speed.kernels.row import OPS, Row
+from qrt_eval.speed.kernels.row import OPS, KernelRow
 from qrt_eval.speed.kernels.timer import Rates, measure_rates
 from qrt_eval.speed.kernels.tune import tune
 
@@ -72,7 +72,7 @@ def run(arguments: Namespace) -> None:
         print_table(op, [row for row in rows if row.op == op])
 
 
-def measure(config: Arch, arguments: Namespace, rates: Rates, device: torch.device) -> Iterator[Row]:
+def measure(config: Arch, arguments: Namespace, rates: Rates, device: torch.device) -> Iterator[KernelRow]:
     """Yield every cell that was asked for."""
     ops = arguments.op or OPS
     tokens = arguments.tokens or TOKENS
@@ -94,7 +94,7 @@ def measure(config: Arch, arguments: Namespace, rates: Rates, device: torch.devi
         yield from peers.rows(config, ops, tokens, decodes, prefills, rates, device)
 
 
-def print_table(op: str, rows: Sequence[Row]) -> None:
+def print_table(op: str, rows: Sequence[KernelRow]) -> None:
     """Print microseconds and their share of the floor: one line per kernel, one column per size."""
     sizes = list(dict.fromkeys(row.at for row in rows))
     table = Table(title=f"{op}: microseconds (share of the floor)")

@@ -8,13 +8,13 @@ import torch
 
 from qrt.arch import Arch
 from qrt.kernels.sample import sample
-from qrt_eval.speed.kernels.row import Row
+from qrt_eval.speed.kernels.row import KernelRow
 from qrt_eval.speed.kernels.timer import Rates, activation_dtype, copies, microseconds
 
 BATCHES = (1, 16, 64, 256)
 
 
-def rows(config: Arch, rates: Rates, device: torch.device) -> Iterator[Row]:
+def rows(config: Arch, rates: Rates, device: torch.device) -> Iterator[KernelRow]:
     """Yield greedy rows, and rows drawn at temperature 1 from logits without a peak.
 
     Without a peak, sampling can skip the least work.
@@ -29,4 +29,4 @@ def rows(config: Arch, rates: Rates, device: torch.device) -> Iterator[Row]:
             temperature = torch.full((count,), degrees, device=device)
             operands = [(x, index, temperature, index, index, None) for x in several]
             us = microseconds(sample, operands)
-            yield Row("sample", what, f"S={count}", us, floor, num_bytes, 0)
+            yield KernelRow("sample", what, f"S={count}", us, floor, num_bytes, 0)

@@ -266,7 +266,7 @@ def digits_product(
     return y
 
 
-def digits_shares(x: Digits, weight: TiledWeight, bits: int) -> Tensor:
+def digits_partial(x: Digits, weight: TiledWeight, bits: int) -> Tensor:
     """Return the sums of each of S splits of K, fp32 [S, T, N]."""
     share = _share(x, weight)
     splits = cdiv(weight.packed.shape[1], share)

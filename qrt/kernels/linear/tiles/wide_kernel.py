@@ -34,7 +34,7 @@ from qrt.kernels.linear.shared.device import split_evenly
 from qrt.kernels.linear.shared.places import Grouped
 from qrt.kernels.linear.tiles.device import TileConstants
 from qrt.kernels.linear.tiles.plans import WidePlan, registers
-from qrt.kernels.linear.tiles.wide_multiply_kernel import Sizes, wide
+from qrt.kernels.linear.tiles.wide_multiply_kernel import WideSizes, wide
 from qrt.kernels.linear.weight import Prepared
 from qrt.kernels.sizes import cdiv
 from qrt.quant.tokens import QuantizedTokens
@@ -180,7 +180,7 @@ def _variant(
     plan: WidePlan, constants: TileConstants, dot: Any, biased: bool, split: bool, act: str | None,
     persistent: bool, panel: int, shares: int = 0,
 ) -> Variant:  # fmt: skip
-    sizes = Sizes(
+    sizes = WideSizes(
         constants.J, constants.PLANES, constants.RUNS, constants.SCALE, constants.ASYMMETRIC, dot, biased,
         plan.tokens, plan.group_blocks, plan.groups, plan.turns, split, 2 if act else 1, act, plan.x_planes,
         plan.x_stages, plan.w_stages, persistent, panel, shares,

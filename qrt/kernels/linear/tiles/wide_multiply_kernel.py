@@ -28,7 +28,7 @@ from qrt.quant.weight.device import unit_of
 
 
 @dataclass(frozen=True)
-class Sizes:
+class WideSizes:
     """The constants of a variant of the kernel, beside `unpack` of the scheme; see `TileConstants`."""
 
     J: int

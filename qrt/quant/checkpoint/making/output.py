@@ -26,7 +26,7 @@ from qrt.model_files.folder import (
 )
 from qrt.quant.checkpoint.folder import TensorFolder
 from qrt.quant.checkpoint.making.older import older_tokenizer, with_older_entries
-from qrt.quant.checkpoint.making.parts import Parts
+from qrt.quant.checkpoint.making.parts import TensorParts
 from qrt.quant.checkpoint.making.place import check_vacant, is_placed, move, withdraw, working_folder
 from qrt.quant.checkpoint.reader import Checkpoint
 from qrt.quant.checkpoint.shard import write_shard
@@ -48,7 +48,7 @@ class OutputFolder:
         self, out: Path, source: Checkpoint, plan: Mapping[str, Any] | None, max_shard_bytes: int
     ) -> None:
         out = out.resolve()
-        self.parts = Parts(working_folder(out), plan)
+        self.parts = TensorParts(working_folder(out), plan)
         self.parts.check()
         check_vacant(out, self.parts)
         self.files: dict[str, str] = {}

@@ -27,7 +27,7 @@ from torch import Tensor
 from qrt.errors import CheckpointError, ConfigError, QrtError
 from qrt.model_files.folder import read_json
 from qrt.quant.checkpoint.folder import TensorFolder
-from qrt.quant.checkpoint.shard import Shard, open_shard, write_shard
+from qrt.quant.checkpoint.shard import ShardFile, open_shard, write_shard
 from qrt.quant.spec import TensorSpec
 
 PLAN = "plan.json"
@@ -40,7 +40,7 @@ OWN = re.compile(r"\d{5,}\.part|.*\.unfinished|(hidden-(exact|rounded)|gradients
 STEP = {"files", "notes"}
 
 
-class Parts:
+class TensorParts:
     """The parts in `path`; `plan` says what they are parts of. With None no later run continues from them."""
 
     def __init__(self, path: Path, plan: Mapping[str, Any] | None) -> None:
@@ -214,7 +214,7 @@ class Parts:
         """Give up the lock."""
         self._lock.close()
 
-    def _shards(self, files: list[str]) -> list[Shard]:
+    def _shards(self, files: list[str]) -> list[ShardFile]:
         return [open_shard(self.path / file) for file in files]
 
     def _write_json(self, name: str, value: Mapping[str, Any]) -> None:
@@ -246,5 +246,5 @@ def _is_step(path: Path) -> bool:
     return path.suffix == ".json" and _content(path).keys() == STEP
 
 
-def _by_name(shards: list[Shard]) -> dict[str, Shard]:
+def _by_name(shards: list[ShardFile]) -> dict[str, ShardFile]:
     return {name: shard for shard in shards for name in shard.tensors}

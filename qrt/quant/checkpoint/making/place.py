@@ -9,7 +9,7 @@ from pathlib import Path
 
 from qrt.errors import ConfigError
 from qrt.model_files.folder import CONFIG
-from qrt.quant.checkpoint.making.parts import Parts
+from qrt.quant.checkpoint.making.parts import TensorParts
 
 INSIDE = ".partial"  # the working folder inside a volume
 VOLUME = ("lost+found",)  # what an empty volume of its own may hold
@@ -22,7 +22,7 @@ def working_folder(out: Path) -> Path:
     return out / INSIDE if inside else out.with_name(f"{out.name}.partial")
 
 
-def check_vacant(out: Path, parts: Parts) -> None:
+def check_vacant(out: Path, parts: TensorParts) -> None:
     """Raise ConfigError where `out` is taken, by others or by a finished checkpoint.
 
     What a killed run has moved there counts for nothing as long as it has not moved all of it; the parts of
@@ -40,12 +40,12 @@ def check_vacant(out: Path, parts: Parts) -> None:
         raise ConfigError(f"{out}: already there and not an empty folder; remove it or choose another one")
 
 
-def is_placed(out: Path, parts: Parts) -> bool:
+def is_placed(out: Path, parts: TensorParts) -> bool:
     """Return whether all of the finished checkpoint has been moved to `out`."""
     return bool(parts.placed) and not _left(parts) and all((out / name).exists() for name in parts.placed)
 
 
-def withdraw(out: Path, parts: Parts) -> None:
+def withdraw(out: Path, parts: TensorParts) -> None:
     """Remove the finished checkpoint, and what of it has been moved into `out`, if not all of it has."""
     for name in parts.moving if _left(parts) else ():
         path = out / name
@@ -53,7 +53,7 @@ def withdraw(out: Path, parts: Parts) -> None:
     parts.forget_result()
 
 
-def move(out: Path, parts: Parts) -> None:
+def move(out: Path, parts: TensorParts) -> None:
     """Move the finished checkpoint to `out`: at once, or into a mounted volume file by file.
 
     There config.json comes last, so that no one reads a part of it.
@@ -72,6 +72,6 @@ def move(out: Path, parts: Parts) -> None:
         shutil.move(parts.result / name, out / name)
 
 
-def _left(parts: Parts) -> bool:
+def _left(parts: TensorParts) -> bool:
     """Return whether a part of the finished checkpoint has not been moved."""
     return parts.result.is_dir() and any(parts.result.iterdir())

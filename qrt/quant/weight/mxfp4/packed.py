@@ -23,7 +23,7 @@ _FIRST = _TWICE.clamp(-_MIDPOINT, _MIDPOINT - 1)
 _HALVES = (_FIRST + _MIDPOINT | _TWICE - _FIRST + _MIDPOINT << 4).to(torch.uint8)  # two codes for each
 
 
-class PackedWeight(int4.PackedWeight):
+class PackedMXFP4(int4.PackedInt4):
     """The run-time tensors of w4a16, of a weight [N, 2K] for x beside x."""
 
     @classmethod

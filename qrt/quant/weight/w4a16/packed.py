@@ -25,7 +25,7 @@ PACKED_ROWS = 4096  # packed at a time, as the packer takes int32 codes
 _MIDPOINT = 8
 
 
-class PackedWeight(NamedTuple):
+class PackedInt4(NamedTuple):
     """The run-time tensors, in this order.
 
     packed        [N, K/2] uint8        in torch's order

@@ -6,19 +6,19 @@ from typing import Any, ClassVar
 
 from qrt.quant.spec import Granularity, QuantSpec
 from qrt.quant.weight.tiles import TiledScheme
-from qrt.quant.weight.w4a16.packed import PackedWeight
+from qrt.quant.weight.w4a16.packed import PackedInt4
 
 
 class W4A16Scheme(TiledScheme):
     """Groups of a multiple of 32 inputs, or one group per output channel.
 
-    Run-time tensors: a `TiledWeight`, or on a CPU a `PackedWeight`.
+    Run-time tensors: a `TiledWeight`, or on a CPU a `PackedInt4`.
     """
 
     name = "w4a16"
     spec = QuantSpec(4, symmetric=False, granularity=Granularity.GROUP, group_size=128)
     stored, head, method = "pack-quantized", "w8a16", "awq-yaqa"
-    packed: ClassVar[Any] = PackedWeight
+    packed: ClassVar[Any] = PackedInt4
 
     def unpacker(self) -> Any:
         from qrt.quant.weight.w4a16.device import unpack

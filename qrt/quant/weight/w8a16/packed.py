@@ -19,7 +19,7 @@ from qrt.quant.weight.product import product
 FEW_TOKENS = 8  # the kernel converts for every four tokens; with more it is done once, here
 
 
-class PackedWeight(NamedTuple):
+class PackedInt8(NamedTuple):
     """The run-time tensors, in this order.
 
     codes    [K/G, N, G] int8    code - 128
@@ -32,7 +32,7 @@ class PackedWeight(NamedTuple):
     perm: Tensor
 
     @classmethod
-    def pack(cls, weight: WeightData, dtype: torch.dtype) -> PackedWeight | None:
+    def pack(cls, weight: WeightData, dtype: torch.dtype) -> PackedInt8 | None:
         """Return the weight for a model in `dtype`; None where torch has no fast product for it.
 
         It has none for dtypes other than bf16, zero points, and groups that are not a multiple of 32.

@@ -26,7 +26,7 @@ class TextBlock(Body):
 TextBlocks = Annotated[list[TextBlock], Field(max_length=MAX_MESSAGES, fail_fast=True)]
 
 
-class Block(Body):
+class ContentBlock(Body):
     """A block of any type, with the fields of those that qrt reads."""
 
     type: str
@@ -39,14 +39,14 @@ class Block(Body):
     content: str | TextBlocks | None = None
 
 
-class Message(Body):
+class InputMessage(Body):
     """One message."""
 
     role: str
-    content: str | Annotated[list[Block], Field(max_length=MAX_MESSAGES, fail_fast=True)]
+    content: str | Annotated[list[ContentBlock], Field(max_length=MAX_MESSAGES, fail_fast=True)]
 
 
-def messages_of(system: str | TextBlocks | None, messages: Sequence[Message]) -> list[dict[str, Any]]:
+def messages_of(system: str | TextBlocks | None, messages: Sequence[InputMessage]) -> list[dict[str, Any]]:
     """Return the messages of a chat.
 
     ConfigError for a block that lacks something, UnsupportedError for a type that qrt does not read.
@@ -69,7 +69,7 @@ def messages_of(system: str | TextBlocks | None, messages: Sequence[Message]) ->
     return found
 
 
-def _assistant(blocks: Sequence[Block], where: str) -> dict[str, Any]:
+def _assistant(blocks: Sequence[ContentBlock], where: str) -> dict[str, Any]:
     """Return what an assistant has thought, said and called."""
     thoughts, texts, calls = [], [], []
     for index, block in enumerate(blocks):
@@ -91,7 +91,7 @@ def _assistant(blocks: Sequence[Block], where: str) -> dict[str, Any]:
     return message
 
 
-def _others(role: str, blocks: Sequence[Block], where: str) -> Iterable[dict[str, Any]]:
+def _others(role: str, blocks: Sequence[ContentBlock], where: str) -> Iterable[dict[str, Any]]:
     """Return a message of a user or of the system, and before it one for each result of a tool."""
     results: list[dict[str, Any]] = []
     texts: list[str] = []

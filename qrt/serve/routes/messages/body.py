@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field
 from qrt.compat.settings import named, refuse
 from qrt.errors import ConfigError, UnsupportedError
 from qrt.serve.http.body import Body, Limit, Stop
-from qrt.serve.routes.messages.blocks import Message, TextBlocks, messages_of
+from qrt.serve.routes.messages.blocks import InputMessage, TextBlocks, messages_of
 from qrt.serve.routes.protocol import ChatCompletionRequest
 from qrt.serve.routes.translate.request import chat_request
 from qrt.serve.settings import MAX_MESSAGES, MAX_STOPS, MAX_TOOLS
@@ -76,7 +76,7 @@ class CountTokensRequest(Body):
 
     model: str | None = None
     max_tokens: Limit | None = None
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    messages: Annotated[list[InputMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     system: str | TextBlocks | None = None
     tools: Annotated[list[MessagesTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: Annotated[MessagesToolChoice | None, BeforeValidator(_given)] = None

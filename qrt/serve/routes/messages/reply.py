@@ -7,8 +7,8 @@ import uuid
 from collections.abc import Iterator
 from typing import Any
 
-from qrt.answers.collector import RequestCollector
 from qrt.answers.output import CompletionOutput
+from qrt.answers.processor import OutputProcessor
 from qrt.serve.http.anthropic_errors import anthropic_error
 from qrt.serve.http.events import event
 from qrt.serve.routes.protocol import ChatCompletionRequest
@@ -23,7 +23,7 @@ class MessageReply(PartsReply):
     ping = event({"type": "ping"}, "ping")
 
     def __init__(
-        self, model: str, chat: ChatCompletionRequest, collector: RequestCollector, request_id: str
+        self, model: str, chat: ChatCompletionRequest, collector: OutputProcessor, request_id: str
     ) -> None:
         super().__init__(chat, collector)
         self.blocks: list[dict[str, Any]] = []

@@ -87,7 +87,7 @@ class PoolingChatRequest(Chat, EmbeddingFields):
     task: Task | None = None
 
 
-class Document(BaseModel):
+class RerankDocument(BaseModel):
     """A document as Jina and Cohere have it."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
@@ -95,7 +95,9 @@ class Document(BaseModel):
     text: str
 
 
-Texts = str | Annotated[list[str | Document], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
+Texts = (
+    str | Annotated[list[str | RerankDocument], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
+)
 
 
 def plain_texts(given: Texts) -> list[str]:

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from qrt.answers.pooling.collector import PooledCollector
-from qrt.engine.schedule.scores import Floats
+from qrt.answers.pooling.processor import PoolingProcessor
+from qrt.engine.schedule.logprobs import Floats
 from qrt.serve.http.service import new_id
 
-Collectors = Sequence[PooledCollector]
+Collectors = Sequence[PoolingProcessor]
 
 
 def listed(kind: str, model: str, data: list[dict[str, Any]], collectors: Collectors) -> dict[str, Any]:

@@ -10,8 +10,8 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from qrt.answers.pooling.collector import PooledCollector
 from qrt.answers.pooling.pairs import Pairs
+from qrt.answers.pooling.processor import PoolingProcessor
 from qrt.answers.pooling.task import with_task
 from qrt.compat.fields import POOLING_FIELDS
 from qrt.request.pooling import PoolingParams
@@ -63,7 +63,7 @@ def pooling_routes(service: Service) -> APIRouter:
 
     @routes.post("/classify", response_model=None, responses=listed(label={"type": "string"}))
     async def classify(body: Inputs | Chat, request: Request) -> Response:
-        def reply(found: Sequence[PooledCollector]) -> dict[str, Any]:
+        def reply(found: Sequence[PoolingProcessor]) -> dict[str, Any]:
             pooling = service.client.info.pooling
             assert pooling is not None
             return replies.classes(body.model or service.model, pooling.labels, found)
@@ -105,7 +105,7 @@ async def _vectors(
     request: Request,
     body: Chat | Inputs,
     task: str | None,
-    reply: Callable[[Sequence[PooledCollector]], Any],
+    reply: Callable[[Sequence[PoolingProcessor]], Any],
 ) -> Response:
     """Run one request for each prompt of a body and write the reply of its vectors."""
     arrived, params = time.monotonic(), _checked(service, body)
@@ -139,7 +139,7 @@ async def _scores(
     request: Request,
     body: PoolingFields,
     pairs: Sequence[tuple[str, str]],
-    reply: Callable[[Sequence[float], Sequence[PooledCollector]], Any],
+    reply: Callable[[Sequence[float], Sequence[PoolingProcessor]], Any],
 ) -> Response:
     """Score the pairs of a body and write the reply of their scores."""
     arrived, params = time.monotonic(), _checked(service, body)
@@ -176,7 +176,7 @@ def _checked(service: Service, body: PoolingFields) -> PoolingParams:
 async def _answer(
     service: Service,
     request: Request,
-    collectors: Sequence[PooledCollector],
+    collectors: Sequence[PoolingProcessor],
     arrived: float,
     body: Callable[[], Any],
 ) -> Response:

@@ -6,9 +6,9 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from qrt.answers.collector import RequestCollector
 from qrt.answers.content_tokens import TokenText
 from qrt.answers.output import CompletionOutput, TokenLogprobs
+from qrt.answers.processor import OutputProcessor
 from qrt.serve.http.events import event
 from qrt.serve.routes.logprobs import chat_logprobs
 from qrt.serve.routes.protocol import ChatCompletionRequest
@@ -29,7 +29,7 @@ class ResponseReply(PartsReply):
         model: str,
         body: ResponsesRequest,
         chat: ChatCompletionRequest,
-        collector: RequestCollector,
+        collector: OutputProcessor,
     ) -> None:
         super().__init__(chat, collector)
         self.id = id
@@ -163,7 +163,7 @@ def _part(kind: Text, text: str, logprobs: list[dict[str, Any]]) -> dict[str, An
 
 
 def _head(
-    id: str, model: str, body: ResponsesRequest, chat: ChatCompletionRequest, collector: RequestCollector
+    id: str, model: str, body: ResponsesRequest, chat: ChatCompletionRequest, collector: OutputProcessor
 ) -> dict[str, Any]:
     """Return what all events of a response say of it: its settings, as they were understood."""
     format = (body.text and body.text.format and body.text.format.model_dump(by_alias=True)) or {

@@ -6,11 +6,11 @@ from abc import abstractmethod
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from qrt.answers.collector import RequestCollector
 from qrt.answers.output import CompletionOutput, TextDelta, TokenLogprobs
+from qrt.answers.processor import OutputProcessor
 from qrt.serve.http.responses import EventReply
 from qrt.serve.routes.protocol import ChatCompletionRequest
-from qrt.text.answer import ContentText, Part, ReasoningText
+from qrt.text.answer import AnswerPart, ContentText, ReasoningText
 from qrt.text.tool_calls import ToolCall
 
 Text = type[ReasoningText] | type[ContentText]
@@ -25,7 +25,7 @@ class PartsReply(EventReply):
 
     end = b""
 
-    def __init__(self, chat: ChatCompletionRequest, collector: RequestCollector) -> None:
+    def __init__(self, chat: ChatCompletionRequest, collector: OutputProcessor) -> None:
         self.collector = collector
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
@@ -80,7 +80,7 @@ class PartsReply(EventReply):
         self._opened = True
         return self.opening()
 
-    def _add(self, part: Part) -> Iterator[bytes]:
+    def _add(self, part: AnswerPart) -> Iterator[bytes]:
         if isinstance(part, ToolCall):
             if self.num_calls and not self._parallel:
                 return

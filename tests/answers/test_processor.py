@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import small_tokenizers
-from qrt.answers.collector import TOKENS_AT_ONCE, RequestCollector
 from qrt.answers.output import RequestOutput
+from qrt.answers.processor import TOKENS_AT_ONCE, OutputProcessor
+from qrt.engine.schedule.logprobs import LogprobRows
 from qrt.engine.schedule.output import StepDelta
 from qrt.engine.schedule.request import FinishReason
-from qrt.engine.schedule.scores import Scores
 from qrt.request.sampling import SamplingParams
 from qrt.text.tokenizer import Tokenizer
 
@@ -43,16 +43,16 @@ def deltas(ids, finish, logprobs):
         scores = None
         if logprobs is not None:
             top, values = np.arange(logprobs)[None] + token, np.zeros((1, logprobs), np.float32)
-            scores = Scores(np.array([-0.5], np.float32), np.array([2]), top, values)
+            scores = LogprobRows(np.array([-0.5], np.float32), np.array([2]), top, values)
         yield StepDelta("r#0", (token,), finish if last else None, None, scores, num_cached=1)
 
 
 def collect(tokenizer, prompt, ids, params, finish, at_once: bool) -> tuple[RequestOutput, bool]:
     """The output, and whether the engine was told to end the request."""
-    collector = RequestCollector("r", None, prompt, params, tokenizer)
+    collector = OutputProcessor("r", None, prompt, params, tokenizer)
     for delta in deltas(ids, finish, params.logprobs):
-        fed = collector.gather(delta) if at_once else delta
-        if fed is not None and collector.feed(fed).abort:
+        fed = collector.buffer(delta) if at_once else delta
+        if fed is not None and collector.process(fed).abort:
             return collector.output(), True
     return collector.output(), False
 
@@ -95,9 +95,9 @@ def test_a_stop_string_ends_the_request_a_few_tokens_late(tmp_path_factory):
     tokenizer = load("byte_level", tmp_path_factory)
     ids = tokenizer.encode("the dog. " * 20, add_special_tokens=False)
     params = SamplingParams(max_tokens=None, stop="dog")
-    collector, aborted = RequestCollector("r", None, [5], params, tokenizer), None
+    collector, aborted = OutputProcessor("r", None, [5], params, tokenizer), None
     for place, delta in enumerate(deltas(ids, FinishReason.LENGTH, None)):
-        if (fed := collector.gather(delta)) is not None and collector.feed(fed).abort:
+        if (fed := collector.buffer(delta)) is not None and collector.process(fed).abort:
             aborted = place
             break
     (output,) = collector.output().outputs

@@ -17,9 +17,9 @@ from qrt.answers.output import (
     TextDelta,
     TokenLogprobs,
 )
+from qrt.engine.schedule.logprobs import LogprobRows
 from qrt.engine.schedule.output import Cause, StepDelta, merge
 from qrt.engine.schedule.request import FinishReason
-from qrt.engine.schedule.scores import Scores
 from qrt.errors import ConfigError, QrtError
 from qrt.request.sampling import MAX_TOKENS_LISTED, SamplingParams
 from qrt.request.thinking import Thinking
@@ -51,7 +51,7 @@ class _Completion:
     cause: Cause | None = None
 
 
-class RequestCollector:
+class OutputProcessor:
     """Collects the n completions of one prompt, each of which is a request in the engine.
 
     answer              how the completions' texts are read; the caller that knows the model sets it
@@ -162,11 +162,11 @@ class RequestCollector:
     def refuse(self, error: str) -> None:
         """End all completions before they begin, with an error of their shape."""
         for engine_id in self.engine_ids:
-            self.feed(
+            self.process(
                 StepDelta(engine_id, finish_reason=FinishReason.ABORT, error=error, cause=Cause.REQUEST)
             )
 
-    def gather(self, delta: StepDelta) -> StepDelta | None:
+    def buffer(self, delta: StepDelta) -> StepDelta | None:
         """Store a delta; return all stored deltas, merged, when there are enough or the request ends.
 
         Use it when the text is only read at the end, and pass what it returns to `feed`.
@@ -180,7 +180,7 @@ class RequestCollector:
         gathered.clear()
         return merged
 
-    def feed(self, delta: StepDelta) -> TextDelta:
+    def process(self, delta: StepDelta) -> TextDelta:
         """Add a delta of one of `engine_ids` and return its text; ignore what comes after the end."""
         index = self._indices[delta.request_id]
         completion = self._completions[index]
@@ -256,7 +256,7 @@ class RequestCollector:
         )
 
     def _add_tokens(
-        self, completion: _Completion, new: Sequence[int], scores: Scores | None
+        self, completion: _Completion, new: Sequence[int], scores: LogprobRows | None
     ) -> list[TokenLogprobs] | None:
         completion.token_ids += new
         if scores is None:
@@ -266,11 +266,11 @@ class RequestCollector:
         completion.cumulative_logprob += sum(scores.logprobs[: len(new)].tolist())
         return logprobs
 
-    def _add_prompt(self, scores: Scores) -> None:
+    def _add_prompt(self, scores: LogprobRows) -> None:
         start = len(self.prompt_logprobs)
         self.prompt_logprobs += self._describe(scores, self.prompt_ids[start : start + len(scores)])
 
-    def _describe(self, scores: Scores, token_ids: Sequence[int]) -> list[TokenLogprobs]:
+    def _describe(self, scores: LogprobRows, token_ids: Sequence[int]) -> list[TokenLogprobs]:
         """Return a dictionary per token, of the token itself and the likeliest ones."""
         rows = zip(
             token_ids,
@@ -313,7 +313,7 @@ class RequestCollector:
         return tokens.feed([ContentText(text, tokens.num_chars)]) + tokens.finish()
 
 
-def outputs_of(collectors: Sequence[RequestCollector], model: str) -> list[RequestOutput]:
+def outputs_of(collectors: Sequence[OutputProcessor], model: str) -> list[RequestOutput]:
     """Return the outputs; log the errors of prompts, and raise the first if all of them have one.
 
     ConfigError where a prompt's own shape is wrong, else QrtError that names the `model`.

@@ -12,7 +12,7 @@ LOG2_E = math.log2(math.e)  # kernels keep scores in base 2
 
 
 @dataclass(frozen=True)
-class Scores:
+class AttentionRule:
     """How a layer weighs the tokens that its queries attend.
 
     scale      of q k^T
@@ -52,7 +52,7 @@ def softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
     return torch.softmax(torch.cat((scores, sink), -1), -1)[..., :-1]
 
 
-def weigh(scores: Tensor, query: Tensor, token: Tensor, rule: Scores, slopes: Tensor | None) -> Tensor:
+def weigh(scores: Tensor, query: Tensor, token: Tensor, rule: AttentionRule, slopes: Tensor | None) -> Tensor:
     """Return scaled scores [..., L] as softmax takes them: capped, biased, and -inf where not seen.
 
     query, token   the positions of both, of shapes that fit `scores`

@@ -17,7 +17,7 @@ Vectors = Floats  # [n, D], what a model that pools makes of a prompt
 
 
 @dataclass(frozen=True)
-class Scores:
+class LogprobRows:
     """Log-probabilities at n positions, natural logarithm.
 
     logprobs       fp32 [n]      of the token that came
@@ -32,7 +32,7 @@ class Scores:
     top_logprobs: Floats
 
     @classmethod
-    def empty(cls) -> Scores:
+    def empty(cls) -> LogprobRows:
         """Return scores of no positions."""
         floats, ids = np.empty((0, 0), np.float32), np.empty((0, 0), np.int64)
         return cls(floats.reshape(0), ids.reshape(0), ids, floats)
@@ -40,10 +40,10 @@ class Scores:
     def __len__(self) -> int:
         return len(self.logprobs)
 
-    def part(self, start: int, stop: int, num_top: int) -> Scores:
+    def part(self, start: int, stop: int, num_top: int) -> LogprobRows:
         """Return positions [start, stop) with the `num_top` likeliest tokens of each."""
         rows = slice(start, stop)
-        return Scores(
+        return LogprobRows(
             self.logprobs[rows],
             self.ranks[rows],
             self.top_ids[rows, :num_top],
@@ -51,9 +51,9 @@ class Scores:
         )
 
 
-def concat(parts: Sequence[Scores]) -> Scores:
+def concat(parts: Sequence[LogprobRows]) -> LogprobRows:
     """Join the positions of all parts, in order."""
-    return Scores(
+    return LogprobRows(
         np.concatenate([part.logprobs for part in parts]),
         np.concatenate([part.ranks for part in parts]),
         np.concatenate([part.top_ids for part in parts]),

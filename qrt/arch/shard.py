@@ -16,7 +16,7 @@ HEAD_ROWS = 64  # rows of the head that stay together
 
 
 @dataclass(frozen=True)
-class Part:
+class Shard:
     """Rank `rank` of `ranks` that share a model, counted from 0."""
 
     rank: int
@@ -27,25 +27,25 @@ class Part:
         return range(count * self.rank // self.ranks, count * (self.rank + 1) // self.ranks)
 
 
-WHOLE = Part(0, 1)
+WHOLE = Shard(0, 1)
 
 
-def channels(size: int, part: Part) -> range:
+def channels(size: int, shard: Shard) -> range:
     """Return the rank's channels of an mlp with `size` inner channels, in whole units."""
     unit = _unit(size)
-    own = part.of(size // unit)
+    own = shard.of(size // unit)
     return range(own.start * unit, own.stop * unit)
 
 
-def heads(arch: Arch, part: Part) -> tuple[range, range]:
+def heads(arch: Arch, shard: Shard) -> tuple[range, range]:
     """Return the rank's query heads and KV heads; ranks that outnumber the KV heads have some in common."""
-    first = part.rank * arch.num_kv_heads // part.ranks
-    return part.of(arch.num_heads), range(first, first + max(1, arch.num_kv_heads // part.ranks))
+    first = shard.rank * arch.num_kv_heads // shard.ranks
+    return shard.of(arch.num_heads), range(first, first + max(1, arch.num_kv_heads // shard.ranks))
 
 
-def head_rows(vocab_size: int, part: Part) -> range:
+def head_rows(vocab_size: int, shard: Shard) -> range:
     """Return the rank's rows of the head: a multiple of 64, of the last rank perhaps fewer."""
-    own = part.of(-(-vocab_size // HEAD_ROWS))
+    own = shard.of(-(-vocab_size // HEAD_ROWS))
     return range(own.start * HEAD_ROWS, min(own.stop * HEAD_ROWS, vocab_size))
 
 
@@ -57,26 +57,26 @@ def rank_counts(arch: Arch) -> list[int]:
     return [n for n in range(1, most + 1) if q % n == 0 and (kv % n == 0 or n % kv == 0)]
 
 
-def of_rank(arch: Arch, part: Part) -> Arch:
+def of_rank(arch: Arch, shard: Shard) -> Arch:
     """Return the architecture of a rank; its vocabulary is the whole one.
 
     Raises ConfigError for a number of ranks that cannot share the model.
     """
-    if part.ranks not in (able := rank_counts(arch)):
+    if shard.ranks not in (able := rank_counts(arch)):
         inner = " or ".join(
             f"{size} channels in units of {_unit(size)}" for size in sorted(set(_inner(arch)))
         )
         raise ConfigError(
-            f"tensor_parallel_size: expected one of {', '.join(map(str, able))}, got {part.ranks}; "
+            f"tensor_parallel_size: expected one of {', '.join(map(str, able))}, got {shard.ranks}; "
             f"{arch.name} has {arch.num_heads} heads and {arch.num_kv_heads} KV heads, of which a rank has "
             f"whole ones, {arch.vocab_size} tokens in units of {HEAD_ROWS}, and mlps of {inner}"
         )
-    own, (q, kv), inner_size = arch.experts, heads(arch, part), arch.intermediate_size
+    own, (q, kv), inner_size = arch.experts, heads(arch, shard), arch.intermediate_size
     if own is not None:
-        width, shared = (len(channels(size, part)) if size else 0 for size in (own.width, own.shared_width))
+        width, shared = (len(channels(size, shard)) if size else 0 for size in (own.width, own.shared_width))
         own = replace(own, width=width, shared_width=shared)
     if inner_size in _inner(arch):
-        inner_size = len(channels(inner_size, part))
+        inner_size = len(channels(inner_size, shard))
     return replace(
         arch,
         num_heads=len(q),

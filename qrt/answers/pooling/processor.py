@@ -10,15 +10,15 @@ from qrt.answers.output import TextDelta
 from qrt.answers.pooling.outputs import PoolingOutput, PoolingRequestOutput
 from qrt.answers.pooling.task import finish, kind_of
 from qrt.arch.pooling import Pooling
+from qrt.engine.schedule.logprobs import Floats, Vectors
 from qrt.engine.schedule.output import StepDelta, merge
-from qrt.engine.schedule.scores import Floats, Vectors
 from qrt.request.pooling import PoolingParams
 from qrt.request.sampling import SamplingParams
 
 NO_SAMPLING = SamplingParams()
 
 
-class PooledCollector:
+class PoolingProcessor:
     """Collects the vectors of one prompt, which is one request in the engine.
 
     It stands beside RequestCollector, with the same members for those who carry requests.
@@ -74,12 +74,12 @@ class PooledCollector:
             return len(self.prompt_ids) * self._size if self.pool == "all" else 0
         return self._vectors.size
 
-    def gather(self, delta: StepDelta) -> StepDelta | None:
+    def buffer(self, delta: StepDelta) -> StepDelta | None:
         """Store a delta; return all of them, merged, when the request ends."""
         self._deltas.append(delta)
         return merge(self._deltas) if delta.finish_reason else None
 
-    def feed(self, delta: StepDelta) -> TextDelta:
+    def process(self, delta: StepDelta) -> TextDelta:
         """Take the merged deltas of the request; the result has no text, and says that it has ended."""
         self.num_cached_tokens = delta.num_cached
         self._vectors = np.empty((1, 0), np.float32) if delta.pooled is None else delta.pooled  # aborted
