@@ -1,4 +1,4 @@
-"""RequestCollector: turn the engine's new tokens for one prompt into the results that callers get."""
+"""OutputProcessor: turn the engine's new tokens for one prompt into the results that callers get."""
 
 from __future__ import annotations
 

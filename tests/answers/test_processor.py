@@ -1,4 +1,4 @@
-"""RequestCollector: outputs do not depend on how many tokens text is made of at once."""
+"""OutputProcessor: outputs do not depend on how many tokens text is made of at once."""
 
 from dataclasses import replace
 

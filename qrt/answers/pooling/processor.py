@@ -1,4 +1,4 @@
-"""PooledCollector: gather the vectors that the engine makes of one prompt."""
+"""PoolingProcessor: buffer the vectors that the engine makes of one prompt."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NO_SAMPLING = SamplingParams()
 class PoolingProcessor:
     """Collects the vectors of one prompt, which is one request in the engine.
 
-    It stands beside RequestCollector, with the same members for those who carry requests.
+    It stands beside OutputProcessor, with the same members for those who carry requests.
 
     params              the request's in the engine
     pool                the kind of vectors that the engine makes
