@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, wraps
 from importlib import import_module
-from inspect import Signature, signature
+from inspect import Parameter, Signature, signature
 from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 
 import torch
@@ -60,6 +61,23 @@ def define(
         return operator(first, *others, **named)
 
     return cast(Callable[P, R], call)
+
+
+def takes(ref: Callable[P, R]) -> Callable[[Callable[[Any], R]], Callable[P, R]]:
+    """Let a launcher be called as `ref` is; it gets one tuple of the arguments, by the names in `ref`."""
+    parameters = signature(ref).parameters
+    defaults = [one.default for one in parameters.values() if one.default is not Parameter.empty]
+    arguments = namedtuple(f"{ref.__name__}_arguments", parameters, defaults=defaults)  # type: ignore[misc]
+
+    def decorate(launcher: Callable[[Any], R]) -> Callable[P, R]:
+        @wraps(launcher)
+        def call(*args: P.args, **named: P.kwargs) -> R:
+            return launcher(arguments(*args, **named))
+
+        call.__signature__ = signature(ref)  # type: ignore[attr-defined]
+        return call
+
+    return decorate
 
 
 def _by_name(fake: Callable[..., Any] | None, operator: Signature) -> Callable[..., Any]:

@@ -7,85 +7,59 @@ kernels, with `make_digits` in front where attention did not leave its result as
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
+from qrt.kernels.chain import ref
 from qrt.kernels.chain.one_token_kernel import one_token
 from qrt.kernels.linear.tiles.digits_kernel import digits_partial, digits_product, gated_digits_product
 from qrt.kernels.linear.tiles.make_digits_kernel import make_digits
+from qrt.kernels.op import takes
 from qrt.kernels.rmsnorm.kernel import add_rmsnorm, add_rmsnorm_digits
 from qrt.quant.digits import Digits, room_for
 from qrt.quant.weight import WEIGHT_SCHEMES
 from qrt.quant.weight.tiles import TiledWeight
 
 
-def chain(
-    x: Sequence[Tensor],
-    residual: Tensor,
-    o: Sequence[Tensor],
-    gate_up: Sequence[Tensor],
-    down: Sequence[Tensor],
-    qkv: Sequence[Tensor],
-    bias: Tensor | None,
-    mlp_norm: Tensor | None,
-    norm: Tensor | None,
-    eps: float,
-    scheme: str,
-    act: str = "silu",
-    attention_out: Tensor | None = None,
-    mlp_out: Tensor | None = None,
-    scale: float = 1.0,
-    peers: Tensor | None = None,
-) -> Tensor:
+@takes(ref.chain)
+def chain(a: Any) -> Tensor:
     """See the package's docstring."""
-    tokens = len(residual)
-    if tokens == 1 and len(x) == 1:
-        products, norms = (o, gate_up, down, qkv), (attention_out, mlp_norm, mlp_out, norm)
-        return one_token(x[0], residual, products, bias, norms, eps, scheme, act, scale, peers)
-    attended = _attended(x, tokens)
-    bits, room = WEIGHT_SCHEMES[scheme].bits, room_for(tokens)
-    y = digits_partial(attended, TiledWeight(*o), bits)
-    normal = add_rmsnorm_digits(residual, y, mlp_norm, eps, room, attention_out, scale, peers)
+    tokens = len(a.residual)
+    if tokens == 1 and len(a.x) == 1:
+        products, norms = (a.o, a.gate_up, a.down, a.qkv), (a.attention_out, a.mlp_norm, a.mlp_out, a.norm)
+        return one_token(
+            a.x[0], a.residual, products, a.bias, norms, a.eps, a.scheme, a.act, a.scale, a.peers
+        )
+    attended = _attended(a.x, tokens)
+    bits, room = WEIGHT_SCHEMES[a.scheme].bits, room_for(tokens)
+    y = digits_partial(attended, TiledWeight(*a.o), bits)
+    normal = add_rmsnorm_digits(a.residual, y, a.mlp_norm, a.eps, room, a.attention_out, a.scale, a.peers)
     y = digits_partial(
-        gated_digits_product(normal, TiledWeight(*gate_up), bits, act), TiledWeight(*down), bits
+        gated_digits_product(normal, TiledWeight(*a.gate_up), bits, a.act), TiledWeight(*a.down), bits
     )
-    if not qkv:
-        assert norm is not None
-        return add_rmsnorm(residual, y, norm, eps, mlp_out, eps, scale, peers)
-    return to_attention(y, residual, qkv, bias, norm, eps, scheme, mlp_out, scale, peers)
+    if not a.qkv:
+        assert a.norm is not None
+        return add_rmsnorm(a.residual, y, a.norm, a.eps, a.mlp_out, a.eps, a.scale, a.peers)
+    return to_attention(y, a.residual, a.qkv, a.bias, a.norm, a.eps, a.scheme, a.mlp_out, a.scale, a.peers)
 
 
-def from_attention(
-    x: Sequence[Tensor],
-    residual: Tensor,
-    o: Sequence[Tensor],
-    norm: Tensor,
-    eps: float,
-    scheme: str,
-    behind: Tensor | None = None,
-    scale: float = 1.0,
-    peers: Tensor | None = None,
-) -> Tensor:
+@takes(ref.from_attention)
+def from_attention(a: Any) -> Tensor:
     """See the package's docstring."""
-    y = digits_partial(_attended(x, len(residual)), TiledWeight(*o), WEIGHT_SCHEMES[scheme].bits)
-    return add_rmsnorm(residual, y, norm, eps, behind, eps, scale, peers)
+    y = digits_partial(_attended(a.x, len(a.residual)), TiledWeight(*a.o), WEIGHT_SCHEMES[a.scheme].bits)
+    return add_rmsnorm(a.residual, y, a.norm, a.eps, a.behind, a.eps, a.scale, a.peers)
 
 
-def to_attention(
-    y: Tensor,
-    residual: Tensor,
-    qkv: Sequence[Tensor],
-    bias: Tensor | None,
-    norm: Tensor | None,
-    eps: float,
-    scheme: str,
-    behind: Tensor | None = None,
-    scale: float = 1.0,
-    peers: Tensor | None = None,
-) -> Tensor:
+@takes(ref.to_attention)
+def to_attention(a: Any) -> Tensor:
     """See the package's docstring."""
-    normal = add_rmsnorm_digits(residual, y, norm, eps, room_for(len(residual)), behind, scale, peers)
-    return digits_product(normal, TiledWeight(*qkv), bias, WEIGHT_SCHEMES[scheme].bits, residual.dtype)
+    normal = add_rmsnorm_digits(
+        a.residual, a.y, a.norm, a.eps, room_for(len(a.residual)), a.behind, a.scale, a.peers
+    )
+    return digits_product(
+        normal, TiledWeight(*a.qkv), a.bias, WEIGHT_SCHEMES[a.scheme].bits, a.residual.dtype
+    )
 
 
 def _attended(x: Sequence[Tensor], tokens: int) -> Digits:

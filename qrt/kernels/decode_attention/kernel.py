@@ -23,6 +23,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from qrt.checks import expect
 from qrt.kernels.attention_rule import LOG2_E, AttentionRule
+from qrt.kernels.decode_attention import ref
 from qrt.kernels.decode_attention.blocks import DOT_COLUMNS, block_of, measured_block, refuse_others
 from qrt.kernels.decode_attention.plan import FIELDS
 from qrt.kernels.device import (
@@ -44,6 +45,7 @@ from qrt.kernels.device import (
 from qrt.kernels.gpu import overlaps
 from qrt.kernels.head_norms import checked
 from qrt.kernels.launch import variant
+from qrt.kernels.op import takes
 from qrt.kernels.sizes import next_power_of_2
 from qrt.quant.device import store_digits_of_halves
 from qrt.quant.digits import GROUP
@@ -331,80 +333,57 @@ def _attend_kernel(  # noqa: C901 -- its branches are constants, or shared by al
         _store_result(lo, hi, result, facts, request, head, live, dims, real, HKV * G, D, ROOM)
 
 
-def decode_attention(
-    q: Tensor,
-    kv: Sequence[Tensor],
-    slot_table: Tensor,
-    rows: Tensor,
-    kv_lens: Tensor,
-    parts: Tensor,
-    out: Tensor,
-    format: str,
-    scale: float,
-    newest: bool = False,
-    window: int = 0,
-    softcap: float = 0.0,
-    slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    segment: int = 0,
-) -> None:
+@takes(ref.decode_attention)
+def decode_attention(a: Any) -> None:
     """See the package's docstring."""
-    B, Hq, D = q.shape
-    expect(out, "B Hq D", q.dtype, "out", B=B, Hq=Hq, D=D)
-    rule = AttentionRule(scale, window, softcap=softcap, slopes=slopes, sinks=sinks)
-    _launch(q, None, None, None, None, kv, slot_table, rows, kv_lens, parts, [out], format, rule, newest)
-
-
-def append_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    kv: Sequence[Tensor],
-    smoothing: Tensor | None,
-    slot_table: Tensor,
-    rows: Tensor,
-    kv_lens: Tensor,
-    parts: Tensor,
-    out: Sequence[Tensor],
-    format: str,
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
-    slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    rope_positions: Tensor | None = None,
-    segment: int = 0,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    eps: float = 0.0,
-) -> None:
-    """See the package's docstring."""
-    refuse_others(format)
-    B, _, D = q.shape
-    Hkv = expect(k, "B Hkv D", q.dtype, "k", B=B, D=D)["Hkv"]
-    expect(v, "B Hkv D", q.dtype, "v", B=B, Hkv=Hkv, D=D)
-    if smoothing is not None:
-        expect(smoothing, "3 Hkv D", torch.float32, "smoothing", Hkv=Hkv, D=D)
-    if rope_positions is not None:
-        expect(rope_positions, "B", torch.int32, "rope_positions", B=B)
-    new = k, v, cos, sin, token_stride(k, "k"), token_stride(v, "v")
-    rule = AttentionRule(scale, window, softcap=softcap, slopes=slopes, sinks=sinks)
-    norms = checked(q_norm, k_norm, eps, D)
+    B, Hq, D = a.q.shape
+    expect(a.out, "B Hq D", a.q.dtype, "out", B=B, Hq=Hq, D=D)
+    rule = AttentionRule(a.scale, a.window, softcap=a.softcap, slopes=a.slopes, sinks=a.sinks)
     _launch(
-        q,
+        a.q,
+        None,
+        None,
+        None,
+        None,
+        a.kv,
+        a.slot_table,
+        a.rows,
+        a.kv_lens,
+        a.parts,
+        [a.out],
+        a.format,
+        rule,
+        a.newest,
+    )
+
+
+@takes(ref.append_attention)
+def append_attention(a: Any) -> None:
+    """See the package's docstring."""
+    refuse_others(a.format)
+    B, _, D = a.q.shape
+    Hkv = expect(a.k, "B Hkv D", a.q.dtype, "k", B=B, D=D)["Hkv"]
+    expect(a.v, "B Hkv D", a.q.dtype, "v", B=B, Hkv=Hkv, D=D)
+    if a.smoothing is not None:
+        expect(a.smoothing, "3 Hkv D", torch.float32, "smoothing", Hkv=Hkv, D=D)
+    if a.rope_positions is not None:
+        expect(a.rope_positions, "B", torch.int32, "rope_positions", B=B)
+    new = a.k, a.v, a.cos, a.sin, token_stride(a.k, "k"), token_stride(a.v, "v")
+    rule = AttentionRule(a.scale, a.window, softcap=a.softcap, slopes=a.slopes, sinks=a.sinks)
+    norms = checked(a.q_norm, a.k_norm, a.eps, D)
+    _launch(
+        a.q,
         new,
-        rope_positions,
+        a.rope_positions,
         norms,
-        smoothing,
-        kv,
-        slot_table,
-        rows,
-        kv_lens,
-        parts,
-        out,
-        format,
+        a.smoothing,
+        a.kv,
+        a.slot_table,
+        a.rows,
+        a.kv_lens,
+        a.parts,
+        a.out,
+        a.format,
         rule,
         True,
     )

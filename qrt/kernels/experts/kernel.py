@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ from qrt.kernels.linear.tiles import wide_kernel
 from qrt.kernels.linear.tiles.device import constants_of
 from qrt.kernels.linear.tiles.fused_kernel import fused_gemm
 from qrt.kernels.linear.tiles.plans import FusedPlan, WidePlan
+from qrt.kernels.op import takes
 from qrt.quant.tokens import QuantizedTokens
 from qrt.quant.weight import WEIGHT_SCHEMES
 from qrt.quant.weight.base import Layout, WeightScheme
@@ -38,26 +40,32 @@ logger = logging.getLogger(__name__)
 WIDE_BYTES = 32 << 20  # of more fp32 summands than these, which the L2 cache holds, `experts` rounds each
 
 
-def experts(
-    x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Sequence[Tensor], gate_up_bias: Tensor | None,
-    down: Sequence[Tensor], down_bias: Tensor | None, scheme: str, act: str, on_input: bool,
-) -> Tensor:  # fmt: skip
+@takes(ref.experts)
+def experts(a: Any) -> Tensor:
     """Run `qrt::experts` on CUDA tensors."""
-    wide = 4 * x.numel() * chosen.shape[1] <= WIDE_BYTES
+    wide = 4 * a.x.numel() * a.chosen.shape[1] <= WIDE_BYTES
     summands = _summands(
-        x, chosen, weights, gate_up, gate_up_bias, down, down_bias, scheme, act, on_input,
-        torch.float32 if wide else x.dtype,
+        a.x, a.chosen, a.weights, a.gate_up, a.gate_up_bias, a.down, a.down_bias, a.scheme, a.act, a.on_input,
+        torch.float32 if wide else a.x.dtype,
     )  # fmt: skip
-    return add(summands, x.dtype)
+    return add(summands, a.x.dtype)
 
 
-def experts_partial(
-    x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Sequence[Tensor], gate_up_bias: Tensor | None,
-    down: Sequence[Tensor], down_bias: Tensor | None, scheme: str, act: str, on_input: bool,
-) -> Tensor:  # fmt: skip
+@takes(ref.experts_partial)
+def experts_partial(a: Any) -> Tensor:
     """Run `qrt::experts_partial` on CUDA tensors."""
     return _summands(
-        x, chosen, weights, gate_up, gate_up_bias, down, down_bias, scheme, act, on_input, torch.float32
+        a.x,
+        a.chosen,
+        a.weights,
+        a.gate_up,
+        a.gate_up_bias,
+        a.down,
+        a.down_bias,
+        a.scheme,
+        a.act,
+        a.on_input,
+        torch.float32,
     )
 
 

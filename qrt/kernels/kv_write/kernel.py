@@ -5,12 +5,11 @@ sum over a vector, so a token's bytes do not depend on T. Many tokens in a rotat
 if heads have 64 or 128 channels. It writes the same bytes.
 """
 
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from qrt.checks import expect
 from qrt.kernels.device import (
@@ -27,8 +26,10 @@ from qrt.kernels.device import (
 )
 from qrt.kernels.gpu import multiprocessors, overlaps
 from qrt.kernels.head_norms import checked
+from qrt.kernels.kv_write import ref
 from qrt.kernels.kv_write.many_kernel import fits, kv_write_many
 from qrt.kernels.launch import variant
+from qrt.kernels.op import takes
 from qrt.kernels.sizes import cdiv
 from qrt.quant.kv import KV_FORMATS
 from qrt.quant.kv.device import KVDevice, part_columns
@@ -96,33 +97,20 @@ def _kv_write_kernel(
         FMT.encode(lo, hi, buffers, slot, head, live, is_v.to(tl.int32), HKV, D)
 
 
-def kv_write(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor,
-    slots: Tensor,
-    kv: Sequence[Tensor],
-    smoothing: Tensor | None,
-    format: str,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    eps: float = 0.0,
-) -> None:
+@takes(ref.kv_write)
+def kv_write(a: Any) -> None:
     """See the package's docstring."""
-    T, Hq, D = expect(q, "T Hq D", name="q").values()
-    Hkv = expect(k, "T Hkv D", q.dtype, "k", T=T, D=D)["Hkv"]
-    expect(v, "T Hkv D", q.dtype, "v", T=T, Hkv=Hkv, D=D)
-    if smoothing is not None:
-        expect(smoothing, "3 Hkv D", torch.float32, "smoothing", Hkv=Hkv, D=D)
-    norms = checked(q_norm, k_norm, eps, D)
+    T, Hq, D = expect(a.q, "T Hq D", name="q").values()
+    Hkv = expect(a.k, "T Hkv D", a.q.dtype, "k", T=T, D=D)["Hkv"]
+    expect(a.v, "T Hkv D", a.q.dtype, "v", T=T, Hkv=Hkv, D=D)
+    if a.smoothing is not None:
+        expect(a.smoothing, "3 Hkv D", torch.float32, "smoothing", Hkv=Hkv, D=D)
+    norms = checked(a.q_norm, a.k_norm, a.eps, D)
     if T == 0:
         return
-    fmt = KV_FORMATS[format]
+    fmt = KV_FORMATS[a.format]
     if T > FEW_TOKENS and fits(fmt, D):
-        kv_write_many(q, k, v, cos, sin, positions, slots, kv, smoothing, fmt, norms)
+        kv_write_many(a.q, a.k, a.v, a.cos, a.sin, a.positions, a.slots, a.kv, a.smoothing, fmt, norms)
         return
     device: KVDevice = fmt.device
     H = half_width(D, device.parts)
@@ -132,10 +120,10 @@ def kv_write(
     grid = (cdiv(T * Hq, rows) + 2 * cdiv(T * Hkv, rows),)
     kernel = variant(
         _kv_write_kernel, HQ=Hq, HKV=Hkv, D=D, H=H, M=rows, FMT=device, num_warps=WARPS,
-        launch_pdl=overlaps(q.device) and grid[0] <= OVERLAPPED_PER_SM * multiprocessors(q.device),
+        launch_pdl=overlaps(a.q.device) and grid[0] <= OVERLAPPED_PER_SM * multiprocessors(a.q.device),
     )  # fmt: skip
     kernel.launch(
-        grid, q, k, v, cos, sin, positions, slots, tuple(kv), smoothing,
-        signs(D, q.device) if fmt.rotated else None, norms, T,
-        token_stride(q, "q"), token_stride(k, "k"), token_stride(v, "v"),
+        grid, a.q, a.k, a.v, a.cos, a.sin, a.positions, a.slots, tuple(a.kv), a.smoothing,
+        signs(D, a.q.device) if fmt.rotated else None, norms, T,
+        token_stride(a.q, "q"), token_stride(a.k, "k"), token_stride(a.v, "v"),
     )  # fmt: skip

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from qrt.kernels.layernorm import ref
+from qrt.kernels.op import takes
 from qrt.kernels.rmsnorm.kernel import launch_add, launch_rows
 
 
@@ -15,25 +19,29 @@ def layernorm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float)
     return y
 
 
-def add_layernorm(
-    residual: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float,
-    inner: Tensor | None = None, inner_eps: float = 0.0, scale: float = 1.0,
-    peers: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+@takes(ref.add_layernorm)
+def add_layernorm(a: Any) -> Tensor:
     """Run `qrt::add_layernorm` on CUDA tensors."""
-    y = torch.empty(residual.shape, dtype=residual.dtype, device=x.device)
-    launch_add(residual, x, weight, eps, y, None, (inner, inner_eps, scale, peers), centred=True, bias=bias)
+    y = torch.empty(a.residual.shape, dtype=a.residual.dtype, device=a.x.device)
+    launch_add(
+        a.residual,
+        a.x,
+        a.weight,
+        a.eps,
+        y,
+        None,
+        (a.inner, a.inner_eps, a.scale, a.peers),
+        centred=True,
+        bias=a.bias,
+    )
     return y
 
 
-def add_layernorm_int8(
-    residual: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float,
-    inner: Tensor | None = None, inner_eps: float = 0.0, scale: float = 1.0,
-    peers: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+@takes(ref.add_layernorm_int8)
+def add_layernorm_int8(a: Any) -> tuple[Tensor, Tensor]:
     """Run `qrt::add_layernorm_int8` on CUDA tensors."""
-    codes = torch.empty(residual.shape, dtype=torch.int8, device=x.device)
-    token_scale = torch.empty(residual.shape[0], dtype=torch.float32, device=x.device)
-    added = inner, inner_eps, scale, peers
-    launch_add(residual, x, weight, eps, codes, token_scale, added, centred=True, bias=bias)
+    codes = torch.empty(a.residual.shape, dtype=torch.int8, device=a.x.device)
+    token_scale = torch.empty(a.residual.shape[0], dtype=torch.float32, device=a.x.device)
+    added = a.inner, a.inner_eps, a.scale, a.peers
+    launch_add(a.residual, a.x, a.weight, a.eps, codes, token_scale, added, centred=True, bias=a.bias)
     return codes, token_scale

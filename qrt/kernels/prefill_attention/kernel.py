@@ -10,7 +10,7 @@ the sizes that most models have.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -32,6 +32,8 @@ from qrt.kernels.device import (
 )
 from qrt.kernels.gpu import multiprocessors, shared_bytes
 from qrt.kernels.launch import variant
+from qrt.kernels.op import takes
+from qrt.kernels.prefill_attention import ref
 from qrt.kernels.prefill_attention.hopper_kernel import fits, hopper_prefill
 from qrt.kernels.prefill_attention.tiles import FIELDS, tile_rows
 from qrt.kernels.sizes import cdiv
@@ -290,50 +292,36 @@ def gather(
     )  # fmt: skip
 
 
-def prefill_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    kv: Sequence[Tensor],
-    slot_table: Tensor,
-    rows: Tensor,
-    query_start: Tensor,
-    cached_start: Tensor,
-    tiles: Tensor,
-    out: Tensor,
-    num_cached: int,
-    attend_cache: bool,
-    format: str,
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
-    slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    segment: int = 0,
-) -> None:
+@takes(ref.prefill_attention)
+def prefill_attention(a: Any) -> None:
     """See the package's docstring; `scale` must be positive."""
-    T, Hq, D = expect(q, "T Hq D", name="q").values()
-    Hkv = expect(k, "T Hkv D", q.dtype, "k", T=T, D=D)["Hkv"]
-    expect(v, "T Hkv D", q.dtype, "v", T=T, Hkv=Hkv, D=D)
-    expect(out, "T Hq D", q.dtype, "out", T=T, Hq=Hq, D=D)
-    B = expect(rows, "B", torch.int32, "rows")["B"]
-    expect(query_start, "N", torch.int32, "query_start", N=B + 1)
-    expect(cached_start, "N", torch.int32, "cached_start", N=B + 1)
-    expect(tiles, f"N {FIELDS}", torch.int32, "tiles")
-    if not len(tiles):
+    T, Hq, D = expect(a.q, "T Hq D", name="q").values()
+    Hkv = expect(a.k, "T Hkv D", a.q.dtype, "k", T=T, D=D)["Hkv"]
+    expect(a.v, "T Hkv D", a.q.dtype, "v", T=T, Hkv=Hkv, D=D)
+    expect(a.out, "T Hq D", a.q.dtype, "out", T=T, Hq=Hq, D=D)
+    B = expect(a.rows, "B", torch.int32, "rows")["B"]
+    expect(a.query_start, "N", torch.int32, "query_start", N=B + 1)
+    expect(a.cached_start, "N", torch.int32, "cached_start", N=B + 1)
+    expect(a.tiles, f"N {FIELDS}", torch.int32, "tiles")
+    if not len(a.tiles):
         return
-    fmt = KV_FORMATS[format]
+    fmt = KV_FORMATS[a.format]
     # fp16 holds a code times its scale, bf16 would round it as coarsely as int8 does
-    dtype = torch.float16 if fmt.bits < 16 and q.dtype is torch.bfloat16 else q.dtype
-    cached_k, cached_v = (torch.empty(num_cached, Hkv, D, dtype=dtype, device=q.device) for _ in "kv")
-    gather(kv, slot_table, rows, cached_start, fmt, cached_k, cached_v)
+    dtype = torch.float16 if fmt.bits < 16 and a.q.dtype is torch.bfloat16 else a.q.dtype
+    cached_k, cached_v = (torch.empty(a.num_cached, Hkv, D, dtype=dtype, device=a.q.device) for _ in "kv")
+    gather(a.kv, a.slot_table, a.rows, a.cached_start, fmt, cached_k, cached_v)
     rule = AttentionRule(
-        scale * LOG2_E, window, softcap=softcap * LOG2_E, slopes=slopes, sinks=sinks, segment=segment
+        a.scale * LOG2_E,
+        a.window,
+        softcap=a.softcap * LOG2_E,
+        slopes=a.slopes,
+        sinks=a.sinks,
+        segment=a.segment,
     )
-    rotation = signs(D, q.device) if fmt.rotated else None
-    where = tiles, query_start, cached_start
-    attend = hopper_prefill if fits(q, k, v, rule) else _triton_prefill
-    attend(q, k, v, cached_k, cached_v, *where, rotation, out, rule, attend_cache)
+    rotation = signs(D, a.q.device) if fmt.rotated else None
+    where = a.tiles, a.query_start, a.cached_start
+    attend = hopper_prefill if fits(a.q, a.k, a.v, rule) else _triton_prefill
+    attend(a.q, a.k, a.v, cached_k, cached_v, *where, rotation, a.out, rule, a.attend_cache)
 
 
 def _triton_prefill(

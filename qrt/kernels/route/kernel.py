@@ -8,7 +8,7 @@ and chooses, with each row in one warp, so that the rounds meet no barrier. 8,19
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -17,10 +17,12 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from qrt.checks import expect
+from qrt.definitions import router
 from qrt.kernels.gpu import overlaps
 from qrt.kernels.launch import variant
 from qrt.kernels.linear.shared.device import split_evenly
 from qrt.kernels.linear.tiles.device import dot_type
+from qrt.kernels.op import takes
 from qrt.kernels.route.counters import COUNTERS, counters_of
 from qrt.kernels.route.device import NEVER, choose, scores_of, sparsemixer
 from qrt.kernels.sizes import cdiv, next_power_of_2
@@ -170,34 +172,32 @@ def _choose(
     tl.store(CHOSEN + at, chosen // EP * EACH + chosen % EP, mask=inside)
 
 
-def route(
-    x: Tensor, weight: Tensor, bias: Tensor | None, correction: Tensor | None, top_k: int, score: str,
-    renormalize: bool, factor: float, groups: int, kept: int, group_top: int, jitter: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+@takes(router.route)
+def route(a: Any) -> tuple[Tensor, Tensor]:
     """Run `qrt::route` on CUDA tensors."""
-    (tokens, hidden), experts = x.shape, weight.shape[0]
-    expect(weight, "E H", name="weight", H=hidden)
-    weights = torch.empty(tokens, top_k, dtype=torch.float32, device=x.device)
-    chosen = torch.empty(tokens, top_k, dtype=torch.int32, device=x.device)
+    (tokens, hidden), experts = a.x.shape, a.weight.shape[0]
+    expect(a.weight, "E H", name="weight", H=hidden)
+    weights = torch.empty(tokens, a.top_k, dtype=torch.float32, device=a.x.device)
+    chosen = torch.empty(tokens, a.top_k, dtype=torch.int32, device=a.x.device)
     if not tokens:
         return weights, chosen
-    group_width, each = next_power_of_2(groups), next_power_of_2(experts // groups)
+    group_width, each = next_power_of_2(a.groups), next_power_of_2(experts // a.groups)
     each = max(each, 16 // group_width)  # what a dot needs
     how = plan(tokens, hidden, group_width * each)
     column_blocks = group_width * each // how.columns
     parts = arrivals = None
     if column_blocks * how.splits > 1:
-        parts = torch.empty(how.splits * tokens * experts, dtype=torch.float32, device=x.device)
-        arrivals = counters_of(weight)
+        parts = torch.empty(how.splits * tokens * experts, dtype=torch.float32, device=a.x.device)
+        arrivals = counters_of(a.weight)
     kernel = variant(
-        _route, H=hidden, E=experts, TOP_K=top_k, SCORE=score, RENORMALIZE=renormalize, GROUPS=groups,
-        KEPT=kept, GROUP_TOP=group_top, DOT=dot_type(x) if x.dtype == weight.dtype else tl.float32,
-        GP=group_width, EP=each, KP=next_power_of_2(top_k), BM=how.tokens,
+        _route, H=hidden, E=experts, TOP_K=a.top_k, SCORE=a.score, RENORMALIZE=a.renormalize, GROUPS=a.groups,
+        KEPT=a.kept, GROUP_TOP=a.group_top, DOT=dot_type(a.x) if a.x.dtype == a.weight.dtype else tl.float32,
+        GP=group_width, EP=each, KP=next_power_of_2(a.top_k), BM=how.tokens,
         ROWS=min(how.tokens, next_power_of_2(tokens)), BN=how.columns, BK=how.inputs, SHARE=how.share,
-        SPLITS=how.splits, num_warps=how.warps, num_stages=3, launch_pdl=overlaps(x.device),
+        SPLITS=how.splits, num_warps=how.warps, num_stages=3, launch_pdl=overlaps(a.x.device),
     )  # fmt: skip
     kernel.launch(
-        (cdiv(tokens, how.tokens), column_blocks, how.splits), x.contiguous(), weight, bias, correction,
-        weights, chosen, parts, arrivals, tokens, float(factor), float(jitter),
+        (cdiv(tokens, how.tokens), column_blocks, how.splits), a.x.contiguous(), a.weight, a.bias,
+        a.correction, weights, chosen, parts, arrivals, tokens, float(a.factor), float(a.jitter),
     )  # fmt: skip
     return weights, chosen

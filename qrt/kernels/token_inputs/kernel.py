@@ -6,7 +6,7 @@ once, and there are few.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -18,7 +18,9 @@ from qrt.kernels.decode_attention.plan import FIELDS, MIN_PART, STARTUP, UNIT, a
 from qrt.kernels.device import after_previous
 from qrt.kernels.gpu import overlaps
 from qrt.kernels.launch import variant
+from qrt.kernels.op import takes
 from qrt.kernels.sizes import cdiv, next_power_of_2
+from qrt.kernels.token_inputs import ref
 from qrt.kernels.token_inputs.ref import empty_inputs
 
 MIN_TILE = 16
@@ -112,36 +114,26 @@ def _store_parts(
     tl.store(parts + entry * FIELDS, tl.full([ROOM], -1, tl.int32), mask=none)
 
 
-def token_inputs(
-    inputs: Tensor,
-    length: Tensor,
-    last_token: Tensor,
-    slot_table: Tensor,
-    decodes: int,
-    num_kv_heads: int,
-    heads_per_sm: int,
-    windows: Sequence[int],
-    segments: Sequence[int],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+@takes(ref.token_inputs)
+def token_inputs(a: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """See the package's docstring."""
-    T = expect(inputs, "3 T", torch.int32, "inputs")["T"]
-    rows, given, tokens = inputs
-    if decodes > T:
-        raise ValueError(f"decodes: expected at most {T}, the step's tokens; got {decodes}")
-    filled = empty_inputs(rows, decodes, num_kv_heads, heads_per_sm, len(windows))
-    most, tile, room = max_cuts(decodes), max(MIN_TILE, next_power_of_2(decodes)), filled[4].shape[1]
+    T = expect(a.inputs, "3 T", torch.int32, "inputs")["T"]
+    rows, given, tokens = a.inputs
+    if a.decodes > T:
+        raise ValueError(f"decodes: expected at most {T}, the step's tokens; got {a.decodes}")
+    filled = empty_inputs(rows, a.decodes, a.num_kv_heads, a.heads_per_sm, len(a.windows))
+    most, tile, room = max_cuts(a.decodes), max(MIN_TILE, next_power_of_2(a.decodes)), filled[4].shape[1]
     cuts, tokens_each = next_power_of_2(most), min(_TOKENS, max(MIN_TILE, next_power_of_2(T)))
     kernel = variant(
         _token_inputs, TOKENS=tokens_each, T=tile, CUTS=cuts, ROOM=next_power_of_2(room),
         AT_ONCE=max(1, min(16, 1024 // tile)), UNIT=UNIT, MIN_PART=MIN_PART, STARTUP=STARTUP, FIELDS=FIELDS,
-        WINDOWS=tuple(windows), SEGMENTS=tuple(segments),
+        WINDOWS=tuple(a.windows), SEGMENTS=tuple(a.segments),
         num_warps=4 if tile * cuts <= 2048 else 8 if tile <= 512 else 16,
     )  # fmt: skip
     kernel.launch(
-        (cdiv(T, tokens_each) + len(windows) * (decodes > 0),), rows, given, tokens, length, last_token,
-        slot_table,
-        slot_table.stride(0), *filled, T, decodes, most, at_once(num_kv_heads, heads_per_sm, rows.device),
-        room,
+        (cdiv(T, tokens_each) + len(a.windows) * (a.decodes > 0),), rows, given, tokens, a.length,
+        a.last_token, a.slot_table, a.slot_table.stride(0), *filled, T, a.decodes, most,
+        at_once(a.num_kv_heads, a.heads_per_sm, rows.device), room,
     )  # fmt: skip
     return filled
 
