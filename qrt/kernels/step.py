@@ -22,17 +22,16 @@ from qrt.kernels.prefill_attention.tiles import Queries, plan_tiles
 class DecodeMeta:
     """The decoding requests, one query token each.
 
-    rows     [Bd] int32     each request's row of the slot table
-    kv_lens  [Bd] int32     tokens to attend, the new one included (0: a padding row; -1: no decode)
-    parts    [P,
-    8] int32 for each window that layers have (`scores.Scores.plan`): the pieces that the KV is cut into,
-             from `decode_attention.plan`, once per step
-    newest   True if each token is its request's newest and its request's only one in the step
+    rows       [Bd] int32     each request's row of the slot table
+    kv_lens    [Bd] int32     tokens to attend, the new one included (0: a padding row; -1: no decode)
+    kv_splits  one [P, 8] int32 for each reach that layers have (`AttentionRule.plan`), from
+               `decode_attention.plan`, once a step
+    newest     True if each token is its request's newest and its request's only one in the step
     """
 
     rows: Tensor
     kv_lens: Tensor
-    parts: Sequence[Tensor]
+    kv_splits: Sequence[Tensor]
     newest: bool = False
 
 

@@ -76,7 +76,7 @@ class KVStorage:
         return len(self._layers)
 
     def heads_per_sm(self, requests: int, num_heads: int) -> int:
-        """Return `heads_per_sm` of decode attention for `plan_parts`."""
+        """Return `heads_per_sm` of decode attention for `plan_kv_splits`."""
         return measured_block(self._usual, requests, num_heads, self._num_kv_heads).heads_per_sm
 
     def layer(self, index: int) -> KVLayer:

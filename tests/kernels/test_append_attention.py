@@ -37,9 +37,9 @@ class Step:
         for buffer in held.buffers:
             buffer[self.slots.long()] = torch.nan if buffer.is_floating_point() else -1
         fused = torch.randn(len(lens), (Hq + 2 * Hkv) * D, generator=gen).to(device, dtype) * 1.5
-        self.parts = fused.unflatten(1, (-1, D)).split((Hq, Hkv, Hkv), 1)
+        self.heads = fused.unflatten(1, (-1, D)).split((Hq, Hkv, Hkv), 1)
         if apart:  # q and k of their own, as behind norms over all heads
-            self.parts = self.parts[0].contiguous(), self.parts[1].contiguous(), self.parts[2]
+            self.heads = self.heads[0].contiguous(), self.heads[1].contiguous(), self.heads[2]
         angles = torch.arange(max(lens))[:, None] * 10000.0 ** (-torch.arange(0, D, 2) / D)
         self.rope_positions, at = None, held.kv_lens.long() - 1
         if rope_offsets is not None:  # the rows of the tables at which the requests begin
@@ -64,20 +64,20 @@ class Step:
     def written(self, write):
         """The buffers as `kv_write` leaves them."""
         held, live = self.held, self.held.kv_lens > 0
-        parts, buffers = [x[live] for x in self.parts], [x.clone() for x in held.buffers]
+        own, buffers = [x[live] for x in self.heads], [x.clone() for x in held.buffers]
         where = self.cos, self.sin, self.turned_at[live].int(), self.slots[live]
-        write(*parts, *where, buffers, self.smoothing, held.name, *self.norms)
+        write(*own, *where, buffers, self.smoothing, held.name, *self.norms)
         return buffers
 
     def run(self, append, cuts, digits=None):
         """What was attended, each request cut into so many parts."""
-        held, q = self.held, self.parts[0]
+        held, q = self.held, self.heads[0]
         cuts = torch.tensor(cuts, device=q.device).expand(len(q))
-        parts = cut(held.rows, held.kv_lens, -(-held.kv_lens // cuts), int(cuts.sum()) + 2)
+        kv_splits = cut(held.rows, held.kv_lens, -(-held.kv_lens // cuts), int(cuts.sum()) + 2)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         append(
-            *self.parts, self.cos, self.sin, held.buffers, self.smoothing, held.slot_table, held.rows,
-            held.kv_lens, parts, [out] if digits is None else [digits.codes, digits.facts], held.name,
+            *self.heads, self.cos, self.sin, held.buffers, self.smoothing, held.slot_table, held.rows,
+            held.kv_lens, kv_splits, [out] if digits is None else [digits.codes, digits.facts], held.name,
             q.shape[-1] ** -0.5, 0, 0.0, None, None, self.rope_positions, 0, *self.norms,
         )  # fmt: skip
         return out if digits is None else digits
@@ -85,7 +85,7 @@ class Step:
     def truth(self):
         """Of requests with tokens, in fp64, from the cache's own K and V."""
         held, (rows,) = self.held, self.held.kv_lens.nonzero(as_tuple=True)
-        at, q = self.turned_at[rows], self.parts[0][rows]
+        at, q = self.turned_at[rows], self.heads[0][rows]
         if self.norms:
             q = rmsnorm(q, self.norms[0], self.norms[2])
         q = rope(q, self.cos[at], self.sin[at])
@@ -104,10 +104,10 @@ def bits(buffers):
 def check(step, append, write, cuts):
     """The cache is what `kv_write` makes of it, and so is what was attended, nothing of no tokens; q, k and v
     are left alone."""
-    before, wanted = [x.clone() for x in step.parts], step.written(write)
+    before, wanted = [x.clone() for x in step.heads], step.written(write)
     out = step.run(append, cuts)
     assert all(map(torch.equal, bits(step.held.buffers), bits(wanted)))
-    assert all(map(torch.equal, step.parts, before))
+    assert all(map(torch.equal, step.heads, before))
     live = step.held.kv_lens > 0
     # q is rounded to its dtype behind RoPE and rotation, as kv_write rounds it
     assert error(out[live], step.truth()) < 1.5 * bound(step.held.name, out.dtype)
@@ -232,10 +232,11 @@ def test_a_norm_of_other_heads_is_refused(device):
 def test_operator(device, norms):
     step = Step("int8", [20, 3], 4, 2, 64, torch.float32, device, norms=norms)
     check(step, append_attention, (REF if device.type == "cpu" else TRITON)[1], 1)
-    held, out = step.held, torch.empty_like(step.parts[0])
-    parts = cut(held.rows, held.kv_lens, held.kv_lens, 2)
+    held, out = step.held, torch.empty_like(step.heads[0])
+    kv_splits = cut(held.rows, held.kv_lens, held.kv_lens, 2)
     args = (
-        *step.parts, step.cos, step.sin, held.buffers, None, held.slot_table, held.rows, held.kv_lens, parts,
+        *step.heads, step.cos, step.sin, held.buffers, None, held.slot_table, held.rows,
+        held.kv_lens, kv_splits,
         [out], "int8", 0.125, 0, 0.0, None, None, None, 0, *step.norms,
     )  # fmt: skip
     check_operator("append_attention", args)

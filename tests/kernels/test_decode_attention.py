@@ -13,7 +13,7 @@ from backends import COMPILED, GPU
 from cases import one_in
 from qrt.kernels.decode_attention import decode_attention, kernel, plan, ref
 from qrt.kernels.decode_attention.blocks import measured_block
-from qrt.kernels.decode_attention.plan import cut, max_cuts, max_parts, plan_parts
+from qrt.kernels.decode_attention.plan import cut, max_cuts, max_parts, plan_kv_splits
 from qrt.kernels.kv_write import kernel as kv_write_kernel
 from qrt.kernels.kv_write.kernel import kv_write
 from qrt.quant.kv import KV_FORMATS
@@ -29,14 +29,16 @@ def run(attention, q, held: Cache, splits: int | list[int] = 1):
     """Each request cut into so many parts, whatever their length; more entries than there are parts."""
     splits = torch.tensor(splits, device=q.device).expand(len(q))
     lengths = -(-held.kv_lens // splits)
-    parts = cut(held.rows, held.kv_lens, lengths, int(splits.sum()) + 2)
-    return run_parts(attention, q, held, parts)
+    kv_splits = cut(held.rows, held.kv_lens, lengths, int(splits.sum()) + 2)
+    return run_parts(attention, q, held, kv_splits)
 
 
-def run_parts(attention, q, held: Cache, parts, newest=True):
+def run_parts(attention, q, held: Cache, kv_splits, newest=True):
     scale = q.shape[-1] ** -0.5
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    attention(q, held.buffers, held.slot_table, held.rows, held.kv_lens, parts, out, held.name, scale, newest)
+    attention(
+        q, held.buffers, held.slot_table, held.rows, held.kv_lens, kv_splits, out, held.name, scale, newest
+    )
     return out
 
 
@@ -98,8 +100,8 @@ def test_several_newest_tokens_of_one_request(device, monkeypatch, name, cached,
     slots = held.slot_table[held.rows.long(), positions.long()]
     kv_write(q, k, v, still.cos(), still.sin(), positions, slots, held.buffers, None, name)
     block = kernel.block_of(measured_block(KV_FORMATS[name], count, 4, 2), 64, dtype)
-    parts = plan_parts(held.rows, held.kv_lens, 2, block.heads_per_sm)
-    got = run_parts(kernel.decode_attention, q, held, parts, newest=False)
+    kv_splits = plan_kv_splits(held.rows, held.kv_lens, 2, block.heads_per_sm)
+    got = run_parts(kernel.decode_attention, q, held, kv_splits, newest=False)
     whole = replace(held, rows=held.rows[:1], kv_lens=held.kv_lens[-1:])
     want = from_basis(name, attend(q, *whole.decoded(0), 64**-0.5))
     assert error(got, want) < bound(name, dtype)
@@ -170,8 +172,8 @@ def test_measured_block_of_every_group(device, name, group, requests):
         held = cache(name, lens, Hkv, 128, torch.bfloat16, device)
         q = queries(requests, group * Hkv, 128, torch.bfloat16, device, name)
         heads = measured_block(KV_FORMATS[name], requests, group * Hkv, Hkv).heads_per_sm
-        parts = plan_parts(held.rows, held.kv_lens, Hkv, heads)
-        got = run_parts(kernel.decode_attention, q, held, parts)
+        kv_splits = plan_kv_splits(held.rows, held.kv_lens, Hkv, heads)
+        got = run_parts(kernel.decode_attention, q, held, kv_splits)
         assert error(got, truth(q, held)) < bound(name, torch.bfloat16)
 
 
@@ -303,17 +305,19 @@ def test_plan_fills_the_gpu_and_stays_within_the_grid(device, monkeypatch):
                  [32768] * 16, list(range(64, 4160, 64)), [150] * 512):  # fmt: skip
         room = max_parts(len(lens), 8, PROGRAMS, device)
         kv_lens = torch.tensor(lens, dtype=torch.int32, device=device)
-        parts = plan_parts(torch.arange(len(lens), device=device).int(), kv_lens, 8, PROGRAMS)
-        assert parts.dtype == torch.int32 and parts.device.type == device.type and len(parts) == room
-        assert_covers(parts, lens)
+        kv_splits = plan_kv_splits(torch.arange(len(lens), device=device).int(), kv_lens, 8, PROGRAMS)
+        assert (
+            kv_splits.dtype == torch.int32 and kv_splits.device.type == device.type and len(kv_splits) == room
+        )
+        assert_covers(kv_splits, lens)
         some = [cut_evenly(lens, cuts) for cuts in (1, 2, 3, 4, 8, 16, 64) if cuts <= max_cuts(len(lens))]
         best = min(done_after(lengths, 8, slots) for lengths in some if len(lengths) <= room)
-        taken = done_after([e - s for r, _, s, e, *_ in parts.tolist() if r >= 0], 8, slots)
+        taken = done_after([e - s for r, _, s, e, *_ in kv_splits.tolist() if r >= 0], 8, slots)
         assert taken <= max(1.1 * best, plan.MIN_PART + plan.UNIT)
     one = torch.zeros(1, dtype=torch.int32, device=device)
-    assert int(plan_parts(one, one + 32768, 8, PROGRAMS)[0, 5]) >= 100
-    assert int(plan_parts(one, one + 100, 8, PROGRAMS)[0, 5]) == 1
-    assert (plan_parts(one[:0], one[:0], 8, PROGRAMS)[:, 0] == -1).all()
+    assert int(plan_kv_splits(one, one + 32768, 8, PROGRAMS)[0, 5]) >= 100
+    assert int(plan_kv_splits(one, one + 100, 8, PROGRAMS)[0, 5]) == 1
+    assert (plan_kv_splits(one[:0], one[:0], 8, PROGRAMS)[:, 0] == -1).all()
 
 
 @pytest.mark.parametrize("requests", [1, 64, 65, 128, 129, 300, 1024, 1025, 5000])
@@ -323,9 +327,9 @@ def test_cuts_are_as_many_as_one_program_weighs(requests):
     assert max_cuts(requests) == min(128, max(8, 8192 // tile))
 
 
-def assert_covers(parts, lens):
+def assert_covers(kv_splits, lens):
     """Every token of every request is in one part, in order; what follows the parts is empty."""
-    live = [part for part in parts.tolist() if part[0] >= 0]
+    live = [part for part in kv_splits.tolist() if part[0] >= 0]
     want = [(request, n) for request, n in enumerate(lens)]
     at = 0
     for request, n in want:
@@ -335,7 +339,7 @@ def assert_covers(parts, lens):
             end = live[at][3]
             at += 1
         assert end == n
-    assert at == len(live) and not (parts[at:, 0] >= 0).any()
+    assert at == len(live) and not (kv_splits[at:, 0] >= 0).any()
 
 
 def test_operator(device):
@@ -349,7 +353,7 @@ def test_operator(device):
         held.slot_table,
         held.rows,
         held.kv_lens,
-        plan_parts(held.rows, held.kv_lens, 1, PROGRAMS),
+        plan_kv_splits(held.rows, held.kv_lens, 1, PROGRAMS),
         torch.empty_like(q),
         "int4",
         0.125,
@@ -369,10 +373,12 @@ def test_a_query_of_no_decode_is_left_alone(device, attention):
     )
     for lens in ([90, -1, 0], [-1, -1, 7], [-1, -1, -1]):
         held.kv_lens.copy_(torch.tensor(lens))
-        parts = plan_parts(held.rows, held.kv_lens, 2, PROGRAMS)
-        assert int((parts[:, 0] >= 0).sum()) == sum(n >= 0 for n in lens)
+        kv_splits = plan_kv_splits(held.rows, held.kv_lens, 2, PROGRAMS)
+        assert int((kv_splits[:, 0] >= 0).sum()) == sum(n >= 0 for n in lens)
         out = torch.full_like(q, 5.0)
-        attention(q, held.buffers, held.slot_table, held.rows, held.kv_lens, parts, out, "int8", 0.125, True)
+        attention(
+            q, held.buffers, held.slot_table, held.rows, held.kv_lens, kv_splits, out, "int8", 0.125, True
+        )
         for n, row in zip(lens, out, strict=True):
             assert (row == 5.0).all() if n < 0 else not row.any() if n == 0 else (row != 5.0).any()
 
@@ -407,8 +413,8 @@ def plain(name, lens, Hkv, D, dtype, device, extra=0) -> Cache:
 def test_sizes_of_users(device, name, lens, Hq, Hkv, D):
     dtype = torch.bfloat16
     held, q = plain(name, lens, Hkv, D, dtype, device), queries(len(lens), Hq, D, dtype, device, name)
-    parts = plan_parts(held.rows, held.kv_lens, Hkv, PROGRAMS)
-    out = run_parts(kernel.decode_attention, q, held, parts)
+    kv_splits = plan_kv_splits(held.rows, held.kv_lens, Hkv, PROGRAMS)
+    out = run_parts(kernel.decode_attention, q, held, kv_splits)
     assert out.isfinite().all()
     some = [i for i, n in enumerate(lens) if n][:4]
     want = torch.cat([
@@ -439,16 +445,16 @@ def test_pool_beyond_2_to_the_31_elements(device, name):
 def test_a_captured_graph_serves_other_lengths(device, name):
     held = plain(name, [5000, 5000], 2, 128, torch.bfloat16, device)
     q = queries(2, 8, 128, torch.bfloat16, device, name)
-    parts = plan_parts(held.rows, held.kv_lens, 2, PROGRAMS)
+    kv_splits = plan_kv_splits(held.rows, held.kv_lens, 2, PROGRAMS)
     out = torch.empty_like(q)
-    args = (q, held.buffers, held.slot_table, held.rows, held.kv_lens, parts, out, name, 128**-0.5, True)
+    args = (q, held.buffers, held.slot_table, held.rows, held.kv_lens, kv_splits, out, name, 128**-0.5, True)
     decode_attention(*args)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         decode_attention(*args)
     for lens in ([5000, 1], [0, 63], [257, 4096]):
         held.kv_lens.copy_(torch.tensor(lens))
-        parts.copy_(plan_parts(held.rows, held.kv_lens, 2, PROGRAMS))
+        kv_splits.copy_(plan_kv_splits(held.rows, held.kv_lens, 2, PROGRAMS))
         graph.replay()
         replayed = out.clone()
         decode_attention(*args)

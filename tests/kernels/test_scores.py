@@ -7,7 +7,7 @@ from attention_truth import attend, bound, cache, chunks, error, from_basis, que
 from backends import COMPILED
 from qrt.kernels.decode_attention import kernel as decode
 from qrt.kernels.decode_attention import ref as decode_ref
-from qrt.kernels.decode_attention.plan import plan_parts
+from qrt.kernels.decode_attention.plan import plan_kv_splits
 from qrt.kernels.prefill_attention import kernel as prefill
 from qrt.kernels.prefill_attention import ref as prefill_ref
 from qrt.quant.kv import KV_FORMATS
@@ -63,9 +63,9 @@ def test_decode(device, attention, name, window, softcap, alibi, sinks, segment)
     lens = [1, 16, 130, 333]
     held, q = cache(name, lens, 2, 64, DTYPE, device), queries(4, 4, 64, DTYPE, device, name)
     rule = rule_of(window, softcap, alibi, sinks, segment, device)
-    parts = plan_parts(held.rows, held.kv_lens, 2, 8, window, segment)
+    kv_splits = plan_kv_splits(held.rows, held.kv_lens, 2, 8, window, segment)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    where = held.slot_table, held.rows, held.kv_lens, parts, out
+    where = held.slot_table, held.rows, held.kv_lens, kv_splits, out
     attention.decode_attention(q, held.buffers, *where, name, 0.4, True, *rule)
     want = [from_basis(name, attend(q[i : i + 1], *held.decoded(i), 0.4, *rule)) for i in range(len(lens))]
     assert error(out, torch.cat(want)) < bound(name, DTYPE)
@@ -80,9 +80,9 @@ def test_append(device, name, window, softcap, alibi, sinks, segment):
     k, v = k[:, :2], v[:, :2]
     still = torch.zeros(max(lens), 32, device=device)
     rule = rule_of(window, softcap, alibi, sinks, segment, device)
-    parts = plan_parts(held.rows, held.kv_lens, 2, 8, window, segment)
+    kv_splits = plan_kv_splits(held.rows, held.kv_lens, 2, 8, window, segment)
     out = torch.empty(3, 4, 64, dtype=DTYPE, device=device)
-    where = held.slot_table, held.rows, held.kv_lens, parts
+    where = held.slot_table, held.rows, held.kv_lens, kv_splits
     decode.append_attention(
         q, k, v, still.cos(), still.sin(), held.buffers, None, *where, [out], name, 0.4, *rule[:4], None,
         segment,
@@ -114,9 +114,9 @@ def test_prefill(device, attention, name, attend_cache, window, softcap, alibi, 
 def test_parts_cover_what_is_attended(device, window, segment):
     """The parts of a request hold its last tokens, each once and in order."""
     lens = torch.tensor([1, 64, 700, 5000, 0, -1], dtype=torch.int32, device=device)
-    parts = plan_parts(torch.arange(6, device=device).int(), lens, 2, 8, window, segment)
+    kv_splits = plan_kv_splits(torch.arange(6, device=device).int(), lens, 2, 8, window, segment)
     for request, length in enumerate(lens.tolist()):
-        own = parts[parts[:, 0] == request][:, 2:4].tolist()
+        own = kv_splits[kv_splits[:, 0] == request][:, 2:4].tolist()
         seen = [token for start, end in own for token in range(start, end)]
         first = (length - 1) // segment * segment if segment else length - window
         assert seen == list(range(max(first, 0), max(length, 0)))

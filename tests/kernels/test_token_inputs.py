@@ -1,10 +1,10 @@
-"""A step's inputs: the tables' entries by plain indexing, the plan of parts as `plan_parts` makes it."""
+"""A step's inputs: the tables' entries by plain indexing, the plan of parts as `plan_kv_splits` makes it."""
 
 import pytest
 import torch
 from operators import check_operator
 
-from qrt.kernels.decode_attention.plan import plan_parts
+from qrt.kernels.decode_attention.plan import plan_kv_splits
 from qrt.kernels.token_inputs import kernel, ref
 
 BOTH = pytest.mark.parametrize("inputs", [ref.token_inputs, kernel.token_inputs], ids=["ref", "triton"])
@@ -41,10 +41,12 @@ def test_tables_are_read_and_parts_planned(device, inputs, tokens, longest):
         assert not got[4].numel()
         return
     for window, segment, planned in zip(windows, segments, got[4], strict=True):
-        parts = plan_parts(each[0][0, :decodes], got[3], 8, 8, window, segment)
-        assert planned.shape == parts.shape
-        live = parts[:, 0] >= 0
-        assert torch.equal(planned[:, 0], parts[:, 0]) and torch.equal(planned[live, :6], parts[live, :6])
+        kv_splits = plan_kv_splits(each[0][0, :decodes], got[3], 8, 8, window, segment)
+        assert planned.shape == kv_splits.shape
+        live = kv_splits[:, 0] >= 0
+        assert torch.equal(planned[:, 0], kv_splits[:, 0]) and torch.equal(
+            planned[live, :6], kv_splits[live, :6]
+        )
 
 
 @pytest.mark.parametrize("advance", [ref.advance, kernel.advance], ids=["ref", "triton"])

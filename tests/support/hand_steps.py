@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qrt.kernels.decode_attention.plan import plan_parts
+from qrt.kernels.decode_attention.plan import plan_kv_splits
 from qrt.kernels.step import Chunks, DecodeMeta, PrefillMeta, StepMeta
 from qrt.mem.storage import KVStorage
 from qrt.model.decoder import Decoder
@@ -80,8 +80,8 @@ class Requests:
         heads_per_sm = self.storage.heads_per_sm(len(rows), self.model.arch.num_heads)
         heads = self.model.arch.num_kv_heads
         reaches = self.model.arch.reaches
-        parts = [plan_parts(at, kv_lens, heads, heads_per_sm, *reach) for reach in reaches]
-        return DecodeMeta(at, kv_lens, parts, newest=True)
+        kv_splits = [plan_kv_splits(at, kv_lens, heads, heads_per_sm, *reach) for reach in reaches]
+        return DecodeMeta(at, kv_lens, kv_splits, newest=True)
 
     def _prefill(self, decodes: int, chunks: list[tuple[int, int]]) -> PrefillMeta:
         rows, lengths = zip(*chunks, strict=True)

@@ -12,7 +12,7 @@ from ptx.tensors import Descriptor, Tensors, swizzled
 from ptx.text import parse
 from ptx.values import Fault
 from qrt.kernels.decode_attention import kernel as decode_attention
-from qrt.kernels.decode_attention.plan import plan_parts
+from qrt.kernels.decode_attention.plan import plan_kv_splits
 from qrt.kernels.kv_write import kernel as kv_write
 from qrt.kernels.rmsnorm.kernel import rmsnorm
 from qrt.quant.kv import KV_FORMATS
@@ -317,7 +317,7 @@ def test_pending_tokens_are_not_loaded_ahead(monkeypatch, between):
     angles, slots = torch.ones(count, 32), torch.arange(count, dtype=torch.int32)
     rows, lens = torch.zeros_like(slots), slots + 1
     block = decode_attention.block_of(decode_attention.measured_block(fmt, count, 4, 2), 64, dtype)
-    parts = plan_parts(rows, lens, 2, block.heads_per_sm)
+    parts = plan_kv_splits(rows, lens, 2, block.heads_per_sm)
 
     def attend(newest):
         kv_write.kv_write(q, k, v, angles, angles, slots, slots, buffers, None, "fp16")

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from qrt.errors import ConfigError
 from qrt.kernels.decode_attention import decode_attention
-from qrt.kernels.decode_attention.plan import plan_parts
+from qrt.kernels.decode_attention.plan import plan_kv_splits
 from qrt.mem.storage import KVStorage
 from qrt.quant.kv import KV_FORMATS, smoothing
 from qrt_eval.results.console import show
@@ -134,7 +134,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, table: Tensor, name: str) -> Tensor:
         fmt.encode_ref(fmt.to_basis(k[some]), fmt.to_basis(v[some]), buffers, some)
     rows = torch.zeros(len(q), dtype=torch.int32, device=device)
     kv_lens = torch.full_like(rows, length)
-    parts = plan_parts(rows, kv_lens, k.shape[1], storage.heads_per_sm(*q.shape[:2]))
+    parts = plan_kv_splits(rows, kv_lens, k.shape[1], storage.heads_per_sm(*q.shape[:2]))
     turned = fmt.to_basis(q).to(dtype)
     scale = q.shape[-1] ** -0.5
     out = torch.empty_like(turned)

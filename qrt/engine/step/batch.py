@@ -17,7 +17,7 @@ from qrt.engine.step.adjustments import Adjustments
 from qrt.engine.step.sample_batch import SampleBatch, sample_arrays
 from qrt.engine.step.table import RequestTable
 from qrt.engine.step.transfer import to_device
-from qrt.kernels.decode_attention.plan import plan_parts
+from qrt.kernels.decode_attention.plan import plan_kv_splits
 from qrt.kernels.prefill_attention.tiles import Queries
 from qrt.kernels.step import Chunks, DecodeMeta, PrefillMeta, StepMeta
 
@@ -50,7 +50,7 @@ def build(
 ) -> Batch:
     """Make the tensors of a step: first its decodes, then its chunks.
 
-    The table must know the plan's `admitted` and `placed`. `heads_per_sm` is that of `plan_parts`,
+    The table must know the plan's `admitted` and `placed`. `heads_per_sm` is that of `plan_kv_splits`,
     `reaches` are the model's.
     """
     chunks = chunks_of(plan, queries, attend_cache=attend_cache)
@@ -69,8 +69,10 @@ def build(
         rows.append(decoding)
         tokens.append(table.last_token[decoding])
         positions.append(kv_lens - 1)
-        parts = [plan_parts(decoding, kv_lens, num_kv_heads, heads_per_sm, *reach) for reach in reaches]
-        decode = DecodeMeta(decoding, kv_lens, parts, newest=True)
+        kv_splits = [
+            plan_kv_splits(decoding, kv_lens, num_kv_heads, heads_per_sm, *reach) for reach in reaches
+        ]
+        decode = DecodeMeta(decoding, kv_lens, kv_splits, newest=True)
     if plan.chunks:
         table.length[sent["chunk rows"]] = sent["chunk_ends"]
         rows.append(sent["token_rows"])

@@ -105,7 +105,7 @@ class PaddedInputs:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, DecodeMeta | None]:
         """Return what `StepMeta` has of the tokens, and the metadata of the first `decodes`."""
         table, inputs = self._table, self._tokens(size)
-        ids, positions, slots, kv_lens, parts = token_inputs(
+        ids, positions, slots, kv_lens, kv_splits = token_inputs(
             inputs,
             table.length,
             table.last_token,
@@ -116,7 +116,9 @@ class PaddedInputs:
             self._windows,
             self._segments,
         )
-        decode = DecodeMeta(inputs[0, :decodes], kv_lens, parts.unbind(), newest=True) if decodes else None
+        decode = (
+            DecodeMeta(inputs[0, :decodes], kv_lens, kv_splits.unbind(), newest=True) if decodes else None
+        )
         return ids, positions, slots, table.rope_positions(inputs[0], positions), decode
 
     def pad(self, size: int, *, chunks: bool) -> None:

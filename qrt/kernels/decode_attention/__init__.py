@@ -1,6 +1,6 @@
 """`decode_attention` and `append_attention`: one query token per request attends its request's cached tokens.
 
-decode_attention(q, kv, slot_table, rows, kv_lens, parts, out, format, scale, newest=False, window=0,
+decode_attention(q, kv, slot_table, rows, kv_lens, kv_splits, out, format, scale, newest=False, window=0,
                  softcap=0.0, slopes=None, sinks=None, segment=0)
 
 q            [B, Hq, D] in the basis of the cache; heads contiguous, any token stride
@@ -9,20 +9,20 @@ slot_table   int32 [R, L]: row r, column p holds the slot of position p of the r
              that are not attended need not have one
 rows         int32 [B]: each request's row of the table
 kv_lens      int32 [B]: tokens to attend; 0 writes zeros, -1 writes nothing
-parts        int32 [P, 8]: how the tokens are cut into parts (`plan`)
+kv_splits    int32 [P, 8]: how the tokens are cut into splits (`plan`)
 out          [B, Hq, D], contiguous, in q's dtype: receives softmax(scale * q K^T) V in the model's basis
 newest       True if the kernel before keeps the promise below
-window       only the last `window` tokens are attended; 0: all. The kernel takes them from `parts`, which
+window       only the last `window` tokens are attended; 0: all. The kernel takes them from `kv_splits`, which
              must be planned for that window
 softcap      c: scaled scores become c * tanh(score / c); 0: they stay
 slopes       fp32 [Hq]: what each head's scores lose for each token of distance (ALiBi), or None
 sinks        fp32 [Hq]: a score of each head that joins the softmax and has no value, or None
 segment      tokens before the last multiple of this that is not beyond the query are not attended; 0: all
-             are. As for `window`, the kernel takes them from `parts`
+             are. As for `window`, the kernel takes them from `kv_splits`
 
 Query head h reads KV head h // (Hq/Hkv).
 
-append_attention(q, k, v, cos, sin, kv, smoothing, slot_table, rows, kv_lens, parts, out, format, scale,
+append_attention(q, k, v, cos, sin, kv, smoothing, slot_table, rows, kv_lens, kv_splits, out, format, scale,
                  window=0, softcap=0.0, slopes=None, sinks=None, rope_positions=None, segment=0,
                  q_norm=None,
                  k_norm=None, eps=0.0)
@@ -38,7 +38,7 @@ tokens of the cache. With `newest`, and in `append_attention`, tiles are loaded 
 must then write only the last token of each request, and no request may come twice. Everything else must be
 written before that kernel starts. The operators that begin a step ensure this (`token_inputs`, and torch's).
 
-The grid depends on shapes only and parts are read on the device, so a CUDA graph captured once serves every
+The grid depends on shapes only and splits are read on the device, so a CUDA graph captured once serves every
 context length (FlashDecoding, https://crfm.stanford.edu/2023/10/12/flashdecoding.html).
 """
 

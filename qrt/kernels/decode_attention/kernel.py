@@ -224,7 +224,7 @@ def _store_result(
 
 @triton.jit
 def _attend_kernel(  # noqa: C901 -- its branches are constants, or shared by all threads
-    q, buffers, slot_table, parts, partial, lse, arrivals, rotation, out, scale, stride_q, stride_table,
+    q, buffers, slot_table, kv_splits, partial, lse, arrivals, rotation, out, scale, stride_q, stride_table,
     new, rope_positions, norms, smoothing, kv_lens, facts, softcap, slopes, sinks,
     G: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, H: tl.constexpr, M: tl.constexpr,
     TILE: tl.constexpr, FMT: tl.constexpr, STAGES: tl.constexpr, FIELDS: tl.constexpr,
@@ -243,7 +243,7 @@ def _attend_kernel(  # noqa: C901 -- its branches are constants, or shared by al
     if EARLY:  # the kernel that reads Digits requests its weights before it waits
         gdc_launch_dependents()
     kv_head, entry = tl.program_id(0) * TOGETHER, tl.program_id(1)
-    part = parts + entry * FIELDS  # written at the start of the step, not by the kernel before
+    part = kv_splits + entry * FIELDS  # written at the start of the step, not by the kernel before
     request, table_row = tl.load(part), tl.load(part + 1).to(tl.int64)
     start, end = tl.load(part + 2), tl.load(part + 3)
     index, count = tl.load(part + 4), tl.load(part + 5)
@@ -349,7 +349,7 @@ def decode_attention(a: Any) -> None:
         a.slot_table,
         a.rows,
         a.kv_lens,
-        a.parts,
+        a.kv_splits,
         [a.out],
         a.format,
         rule,
@@ -381,7 +381,7 @@ def append_attention(a: Any) -> None:
         a.slot_table,
         a.rows,
         a.kv_lens,
-        a.parts,
+        a.kv_splits,
         a.out,
         a.format,
         rule,
@@ -399,7 +399,7 @@ def _launch(
     slot_table: Tensor,
     rows: Tensor,
     kv_lens: Tensor,
-    parts: Tensor,
+    kv_splits: Tensor,
     out: Sequence[Tensor],
     format: str,
     rule: AttentionRule,
@@ -410,7 +410,7 @@ def _launch(
     Hkv = kv[0].shape[1]
     for name, lens in {"rows": rows, "kv_lens": kv_lens}.items():
         expect(lens, "B", torch.int32, name, B=B)
-    P = expect(parts, f"P {FIELDS}", torch.int32, "parts")["P"]
+    P = expect(kv_splits, f"P {FIELDS}", torch.int32, "kv_splits")["P"]
     for name, given in {"slopes": rule.slopes, "sinks": rule.sinks}.items():
         if given is not None:
             expect(given, "Hq", torch.float32, name, Hq=Hq)
@@ -434,7 +434,7 @@ def _launch(
         maxnreg=block.registers, launch_pdl=overlaps(q.device),
     )  # fmt: skip
     kernel.launch(
-        (Hkv // block.heads, P), q, tuple(kv), slot_table, parts, partial, lse,
+        (Hkv // block.heads, P), q, tuple(kv), slot_table, kv_splits, partial, lse,
         _arrivals(next_power_of_2(P * Hkv), q.device), signs(D, q.device) if fmt.rotated else None,
         result, rule.scale * LOG2_E, token_stride(q, "q"), slot_table.stride(0), new, rope_positions,
         norms, smoothing, kv_lens, facts, rule.softcap * LOG2_E or None, rule.slopes,

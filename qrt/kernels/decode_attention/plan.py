@@ -35,7 +35,7 @@ def max_cuts(requests: int) -> int:
     return min(max(_CUTS_TIMES_REQUESTS // (1 << (max(requests, 1) - 1).bit_length()), CUTS[0]), CUTS[1])
 
 
-def plan_parts(
+def plan_kv_splits(
     rows: Tensor, kv_lens: Tensor, num_kv_heads: int, heads_per_sm: int, window: int = 0, segment: int = 0
 ) -> Tensor:
     """Return the parts of requests with kv_lens int32 [B] tokens at rows int32 [B]: [max_parts, FIELDS].
@@ -50,18 +50,18 @@ def plan_parts(
     if window or segment:
         passed = (kv_lens - 1).clamp(min=0) // segment * segment if segment else kv_lens - window
         seen = kv_lens - passed.clamp(min=0)
-        parts = plan_parts(rows, seen, num_kv_heads, heads_per_sm)
-        parts[:, 2:4] += (kv_lens - seen)[parts[:, 0].clamp(min=0).long(), None] if len(rows) else 0
-        return parts
+        kv_splits = plan_kv_splits(rows, seen, num_kv_heads, heads_per_sm)
+        kv_splits[:, 2:4] += (kv_lens - seen)[kv_splits[:, 0].clamp(min=0).long(), None] if len(rows) else 0
+        return kv_splits
     programs = at_once(num_kv_heads, heads_per_sm, kv_lens.device)
     room = max_parts(len(kv_lens), num_kv_heads, heads_per_sm, kv_lens.device)
     if not len(kv_lens):
         return cut(rows, kv_lens, kv_lens, room)
     cuts = torch.arange(1, max_cuts(len(kv_lens)) + 1, device=kv_lens.device)
     lengths = (_cdiv(_cdiv(kv_lens.max().clamp(min=0), cuts), UNIT) * UNIT).clamp(min=MIN_PART)
-    parts = _counts(kv_lens, lengths[:, None]).sum(1)
-    cost = _cdiv(parts, programs) * (lengths + STARTUP)
-    cost = cost.where((parts <= room) | (cuts == 1), torch.iinfo(cost.dtype).max >> 8)
+    kv_splits = _counts(kv_lens, lengths[:, None]).sum(1)
+    cost = _cdiv(kv_splits, programs) * (lengths + STARTUP)
+    cost = cost.where((kv_splits <= room) | (cuts == 1), torch.iinfo(cost.dtype).max >> 8)
     best = torch.argmin(cost * CUTS[1] + cuts - 1)  # the fewest cuts if costs are equal
     return cut(rows, kv_lens, lengths[best].expand(len(kv_lens)), room)
 
@@ -77,16 +77,16 @@ def cut(rows: Tensor, kv_lens: Tensor, lengths: Tensor, room: int) -> Tensor:
     ends = counts.cumsum(0)
     entry = torch.arange(room, device=rows.device)
     request = torch.searchsorted(ends, entry, right=True)
-    parts = torch.full((room, FIELDS), -1, dtype=torch.int32, device=rows.device)
+    kv_splits = torch.full((room, FIELDS), -1, dtype=torch.int32, device=rows.device)
     if not len(rows):
-        return parts
+        return kv_splits
     live, request = request < len(rows), request.clamp(max=len(rows) - 1)
     index = entry - (ends - counts)[request]
     start = index * lengths[request]
     end = torch.minimum(start + lengths[request], kv_lens[request])
     fields = (request, rows[request], start, end, index, counts[request])
-    parts[:, : len(fields)] = torch.where(live[:, None], torch.stack(fields, 1), -1).int()
-    return parts
+    kv_splits[:, : len(fields)] = torch.where(live[:, None], torch.stack(fields, 1), -1).int()
+    return kv_splits
 
 
 def _counts(kv_lens: Tensor, lengths: Tensor) -> Tensor:

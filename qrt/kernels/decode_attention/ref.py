@@ -22,7 +22,7 @@ def decode_attention(
     slot_table: Tensor,
     rows: Tensor,
     kv_lens: Tensor,
-    parts: Tensor,
+    kv_splits: Tensor,
     out: Tensor,
     format: str,
     scale: float,
@@ -33,7 +33,7 @@ def decode_attention(
     sinks: Tensor | None = None,
     segment: int = 0,
 ) -> None:
-    """See the package's docstring; `parts` and `newest` do not matter here."""
+    """See the package's docstring; `kv_splits` and `newest` do not matter here."""
     longest = int(kv_lens.max()) if len(kv_lens) else 0
     many = max(1, GATHER_TOKENS // max(longest, 1))
     attending = (kv_lens >= 0).nonzero()[:, 0]
@@ -75,7 +75,7 @@ def append_attention(
     slot_table: Tensor,
     rows: Tensor,
     kv_lens: Tensor,
-    parts: Tensor,
+    kv_splits: Tensor,
     out: Sequence[Tensor],
     format: str,
     scale: float,
@@ -101,6 +101,6 @@ def append_attention(
     turned[live] = queries
     attended = out[0] if len(out) == 1 else torch.empty(q.shape, dtype=q.dtype, device=q.device)
     rule = window, softcap, slopes, sinks, segment
-    decode_attention(turned, kv, slot_table, rows, kv_lens, parts, attended, format, scale, True, *rule)
+    decode_attention(turned, kv, slot_table, rows, kv_lens, kv_splits, attended, format, scale, True, *rule)
     if len(out) == 2:
         Digits(out[0], out[1], len(q)).write(attended.flatten(1))

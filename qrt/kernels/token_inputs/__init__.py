@@ -2,7 +2,7 @@
 
 token_inputs(inputs int32 [3, T], length int32 [R], last_token int64 [R], slot_table int32 [R, L], decodes,
              num_kv_heads, heads_per_sm, windows, segments)
--> ids int64 [T], positions, slots int32 [T], kv_lens int32 [decodes], parts int32 [W, P, 8]
+-> ids int64 [T], positions, slots int32 [T], kv_lens int32 [decodes], kv_splits int32 [W, P, 8]
 
 Returns what the model needs of a step of T tokens, of which the first `decodes` may decode. It takes one
 launch per step; torch would take three dozen.
@@ -13,7 +13,7 @@ inputs      three rows: rows, given and tokens. Token t belongs to row rows[t] o
 slots       the slots of the positions
 kv_lens     positions + 1 of the first `decodes` tokens; -1 where the position is given; 0 where the row has
             no tokens, whose position is then 0
-parts       `plan_parts` of kv_lens for each of the W windows and segments; empty if `decodes` is 0
+kv_splits   `plan_kv_splits` of kv_lens for each of the W windows and segments; empty if `decodes` is 0
 
 advance(rows int64 [S], tokens int64 [S], counts int32 [S] | None, last_token int64 [R], length int32 [R])
 

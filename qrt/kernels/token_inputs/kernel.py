@@ -39,7 +39,8 @@ def _known(rows, given, length, t, real):
 
 @triton.jit(do_not_specialize=["tokens_in_step", "decodes", "most", "programs", "room"])
 def _token_inputs(
-    rows, given, tokens, length, last_token, slot_table, stride_table, ids, positions, slots, kv_lens, parts,
+    rows, given, tokens, length, last_token, slot_table, stride_table, ids, positions, slots, kv_lens,
+    kv_splits,
     tokens_in_step, decodes, most, programs, room,
     TOKENS: tl.constexpr, T: tl.constexpr, CUTS: tl.constexpr, ROOM: tl.constexpr, AT_ONCE: tl.constexpr,
     UNIT: tl.constexpr, MIN_PART: tl.constexpr, STARTUP: tl.constexpr, FIELDS: tl.constexpr,
@@ -77,7 +78,7 @@ def _token_inputs(
             passed = tl.maximum(lens - 1, 0) // SEGMENTS[i] * SEGMENTS[i]
         before = tl.where(which == i, passed, before)
     lens -= before
-    parts += which * room * FIELDS
+    kv_splits += which * room * FIELDS
     cuts = tl.arange(0, CUTS) + 1
     part = tl.maximum(tl.cdiv(tl.cdiv(tl.max(lens, 0), cuts), UNIT) * UNIT, MIN_PART)
     counts = tl.maximum(tl.cdiv(lens[None, :], part[:, None]), 1)
@@ -86,12 +87,14 @@ def _token_inputs(
     cost = tl.where((cuts <= most) & ((every <= room) | (cuts == 1)), cost, 0x7FFFFFFF)
     best = tl.argmin(cost, 0)  # the fewest cuts if costs are equal
     length = tl.sum(tl.where(tl.arange(0, CUTS) == best, part, 0), 0)
-    _store_parts(parts, t, row.to(tl.int32), before, lens, real, length, room, T, ROOM, AT_ONCE, FIELDS)
+    _store_kv_splits(
+        kv_splits, t, row.to(tl.int32), before, lens, real, length, room, T, ROOM, AT_ONCE, FIELDS
+    )
 
 
 @triton.jit
-def _store_parts(
-    parts, request, row, before, lens, real, length, room,
+def _store_kv_splits(
+    kv_splits, request, row, before, lens, real, length, room,
     T: tl.constexpr, ROOM: tl.constexpr, AT_ONCE: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
     """Do `plan.cut` of the tokens behind the first `before`, AT_ONCE parts of every request at a time."""
@@ -99,7 +102,7 @@ def _store_parts(
     ends = tl.cumsum(counts, 0)
     for first in range(0, tl.max(counts, 0), AT_ONCE):
         index = first + tl.arange(0, AT_ONCE)[None, :]
-        at = parts + ((ends - counts)[:, None] + index) * FIELDS
+        at = kv_splits + ((ends - counts)[:, None] + index) * FIELDS
         there = index < counts[:, None]
         start = index * length
         tl.store(at, tl.broadcast_to(request[:, None], [T, AT_ONCE]), mask=there)
@@ -111,7 +114,7 @@ def _store_parts(
         tl.store(at + 5, tl.broadcast_to(counts[:, None], [T, AT_ONCE]), mask=there)
     entry = tl.arange(0, ROOM)
     none = (entry >= tl.sum(counts, 0)) & (entry < room)
-    tl.store(parts + entry * FIELDS, tl.full([ROOM], -1, tl.int32), mask=none)
+    tl.store(kv_splits + entry * FIELDS, tl.full([ROOM], -1, tl.int32), mask=none)
 
 
 @takes(ref.token_inputs)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from qrt.kernels.decode_attention.plan import FIELDS, max_parts, plan_parts
+from qrt.kernels.decode_attention.plan import FIELDS, max_parts, plan_kv_splits
 
 
 def empty_inputs(
@@ -44,10 +44,12 @@ def token_inputs(
     kv_lens = torch.where(given < 0, kv_lens, -1)[:decodes]
     if decodes:
         own = rows[:decodes], kv_lens, num_kv_heads, heads_per_sm
-        parts = torch.stack([plan_parts(*own, *reach) for reach in zip(windows, segments, strict=True)])
+        kv_splits = torch.stack(
+            [plan_kv_splits(*own, *reach) for reach in zip(windows, segments, strict=True)]
+        )
     else:
-        parts = rows.new_empty(len(windows), 0, FIELDS)
-    return ids, positions, slots, kv_lens, parts
+        kv_splits = rows.new_empty(len(windows), 0, FIELDS)
+    return ids, positions, slots, kv_lens, kv_splits
 
 
 def advance(rows: Tensor, tokens: Tensor, counts: Tensor | None, last_token: Tensor, length: Tensor) -> None:

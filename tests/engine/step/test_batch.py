@@ -89,7 +89,7 @@ def test_mixed_step():
     assert batch.samples.tokens.tolist() == [0, 1, 5, 8]
     assert step.num_decodes == 2
     assert step.decode.rows.tolist() == [3, 1] and step.decode.kv_lens.tolist() == [23, 21]
-    assert step.decode.parts[0][:2, :6].tolist() == [[0, 3, 0, 23, 0, 1], [1, 1, 0, 21, 0, 1]]
+    assert step.decode.kv_splits[0][:2, :6].tolist() == [[0, 3, 0, 23, 0, 1], [1, 1, 0, 21, 0, 1]]
     assert step.prefill.rows.tolist() == [0, 2, 5] and step.prefill.attend_cache
     assert step.prefill.query_start.tolist() == [2, 5, 6, 9]
     assert step.prefill.cached_start.tolist() == [0, 13, 19, 24] and step.prefill.num_cached == 24

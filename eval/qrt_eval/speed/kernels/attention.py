@@ -14,7 +14,7 @@ from qrt.arch import Arch
 from qrt.definitions.rope import rope_tables
 from qrt.kernels.decode_attention import decode_attention
 from qrt.kernels.decode_attention.blocks import measured_block
-from qrt.kernels.decode_attention.plan import plan_parts
+from qrt.kernels.decode_attention.plan import plan_kv_splits
 from qrt.kernels.kv_write import kv_write
 from qrt.kernels.prefill_attention import prefill_attention
 from qrt.kernels.prefill_attention.tiles import Queries, plan_tiles
@@ -64,9 +64,9 @@ def decode_rows(
             num_bytes = tokens * fmt.bytes_per_slot(config.num_kv_heads, dim, q.dtype)
             caches = [_cache(fmt, tokens, config, device) for _ in range(copies(num_bytes))]
             block = measured_block(fmt, batch, heads, config.num_kv_heads)
-            parts = plan_parts(index, lens, config.num_kv_heads, block.heads_per_sm)
+            kv_splits = plan_kv_splits(index, lens, config.num_kv_heads, block.heads_per_sm)
             out = torch.empty_like(q)
-            operands = [(q, kv, table, index, lens, parts, out, name, scale, True) for kv in caches]
+            operands = [(q, kv, table, index, lens, kv_splits, out, name, scale, True) for kv in caches]
             us = microseconds(decode_attention, operands)
             floor = rates.floor_us(num_bytes + 2 * q.nbytes, flops)
             yield KernelRow("decode", name, f"{batch} x {context}", us, floor, num_bytes, flops)

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from qrt.arch import Arch
-from qrt.kernels.decode_attention.plan import plan_parts
+from qrt.kernels.decode_attention.plan import plan_kv_splits
 from qrt.kernels.step import DecodeMeta, StepMeta
 from qrt.mem.storage import KVStorage
 from qrt.model.decoder import Decoder
@@ -121,7 +121,7 @@ def decode_step(model: Decoder, kv: str, batch: int, context: int) -> tuple[Step
     index = torch.arange(batch, device=device, dtype=torch.int32)
     lens = torch.full_like(index, context)
     heads_per_sm = storage.heads_per_sm(batch, config.num_heads)
-    parts = plan_parts(index, lens, config.num_kv_heads, heads_per_sm)
+    parts = plan_kv_splits(index, lens, config.num_kv_heads, heads_per_sm)
     step = StepMeta(
         tokens=index.long() % VOCABULARY,
         positions=lens - 1,
