@@ -1,12 +1,18 @@
-"""Errors keep one form, `NAME: expected A, got B; remedy`, and names of tests are short."""
+"""Errors keep one form, `NAME: expected A, got B; remedy`; names and the first texts are short."""
 
 import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 LONGEST_NAME = 60  # characters of a test's name
+MOST_WORDS = 25  # of a sentence or a cell in what a stranger reads first
+FIRST_TEXTS = ["README.md", *(f"docs/{name}.md" for name in (
+    "index", "quickstart", "calibrate", "serve", "kv-cache", "architecture",
+))]  # fmt: skip
 SOURCES = [path for top in ("qrt", "calibrate", "eval") for path in sorted((ROOT / top).rglob("*.py"))]
 
 
@@ -60,3 +66,31 @@ def test_names_of_tests_are_short():
     ]
     assert len(found) > 1000
     assert not [f"{path}: {name}" for path, name in found if len(name) > LONGEST_NAME]
+
+
+def sentences(page: str) -> Iterator[str]:
+    """Yield the sentences and table cells of a Markdown text; code is one word, a link its text."""
+    page = re.sub(r"```.*?```|<!--.*?-->", "", page, flags=re.S)
+    page = re.sub(r"`[^`]*`", "code", page)
+    page = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", page)
+    page = re.sub(r"^\s*([-*]|\d+\.) |^#+ .*$", "\n\n", page, flags=re.M)  # items and headings stand alone
+    for block in page.split("\n\n"):
+        for row in re.findall(r"^\s*\|.*$", block, flags=re.M):
+            yield from row.strip().strip("|").split("|")
+        yield from re.split(r"(?<=[.!?:])\s+", re.sub(r"^\s*\|.*$", "", block, flags=re.M))
+
+
+def too_long(page: str) -> list[str]:
+    """Return the sentences and cells of more than MOST_WORDS words."""
+    return [" ".join(one.split()) for one in sentences(page) if len(one.split()) > MOST_WORDS]
+
+
+@pytest.mark.parametrize("name", FIRST_TEXTS)
+def test_what_is_read_first_has_short_sentences(name):
+    assert not too_long((ROOT / name).read_text())
+
+
+def test_a_long_sentence_is_found():
+    long = "word " * 26
+    assert too_long(f"Short. {long}. Short.") and too_long(f"| a | {long} |") and too_long(f"- {long}")
+    assert not too_long(f"{'word ' * 20}. {'word ' * 20}.\n\n```\n{long}\n```\n`{long}`")

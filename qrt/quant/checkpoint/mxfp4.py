@@ -6,7 +6,7 @@ P_blocks           uint8 [E, N, K/32, 16]    codes, the first of two in the low 
 P_scales           uint8 [E, N, K/32]        s of 2^(s - 127)
 P_bias             float [E, N]
 
-`folder.Expert` is one of them, whose tensors are `P.weight_blocks` [N, K/32, 16] and so on.
+`folder.ExpertTensors` is one of them, whose tensors are `P.weight_blocks` [N, K/32, 16] and so on.
 compressed-tensors calls it "mxfp4-pack-quantized", for each Linear:
 
 P.weight_packed    uint8 [N, K/2]            likewise
