@@ -1,5 +1,7 @@
 """The Hopper kernel of prefill_attention against fp64 attention; what is not a chunk's is NaN all around."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from attention_truth import attend, bound, error, whole_rotation
@@ -52,12 +54,13 @@ class Chunks:
     def run(self, window=0, softcap=0.0, sinks=None, segment=0):
         """Return what the kernel writes, whose other tokens must be as they were."""
         D, out = self.q.shape[2], torch.full_like(self.q, torch.nan, memory_format=torch.contiguous_format)
-        hopper_prefill(
-            self.q, self.k, self.v, self.cached_k, self.cached_v, self.tiles, self.start, self.cached_start,
-            signs(D, out.device) if self.rotated else None, out,
-            AttentionRule(D**-0.5 * LOG2_E, window, softcap=softcap * LOG2_E, sinks=sinks, segment=segment),
-            self.attend_cache,
+        rule = AttentionRule(D**-0.5 * LOG2_E, window, softcap=softcap * LOG2_E, sinks=sinks, segment=segment)
+        arguments = SimpleNamespace(
+            q=self.q, k=self.k, v=self.v, tiles=self.tiles, query_start=self.start,
+            cached_start=self.cached_start, out=out, attend_cache=self.attend_cache,
         )  # fmt: skip
+        rotation = signs(D, out.device) if self.rotated else None
+        hopper_prefill(arguments, (self.cached_k, self.cached_v), rotation, rule)
         assert out[:BEFORE].isnan().all() and out[-AFTER:].isnan().all()
         return out[BEFORE:-AFTER]
 

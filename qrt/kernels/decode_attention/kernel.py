@@ -338,23 +338,7 @@ def decode_attention(a: Any) -> None:
     """See the package's docstring."""
     B, Hq, D = a.q.shape
     expect(a.out, "B Hq D", a.q.dtype, "out", B=B, Hq=Hq, D=D)
-    rule = AttentionRule(a.scale, a.window, softcap=a.softcap, slopes=a.slopes, sinks=a.sinks)
-    _launch(
-        a.q,
-        None,
-        None,
-        None,
-        None,
-        a.kv,
-        a.slot_table,
-        a.rows,
-        a.kv_lens,
-        a.kv_splits,
-        [a.out],
-        a.format,
-        rule,
-        a.newest,
-    )
+    _launch(a, [a.out], a.newest)
 
 
 @takes(ref.append_attention)
@@ -369,54 +353,28 @@ def append_attention(a: Any) -> None:
     if a.rope_positions is not None:
         expect(a.rope_positions, "B", torch.int32, "rope_positions", B=B)
     new = a.k, a.v, a.cos, a.sin, token_stride(a.k, "k"), token_stride(a.v, "v")
-    rule = AttentionRule(a.scale, a.window, softcap=a.softcap, slopes=a.slopes, sinks=a.sinks)
-    norms = checked(a.q_norm, a.k_norm, a.eps, D)
-    _launch(
-        a.q,
-        new,
-        a.rope_positions,
-        norms,
-        a.smoothing,
-        a.kv,
-        a.slot_table,
-        a.rows,
-        a.kv_lens,
-        a.kv_splits,
-        a.out,
-        a.format,
-        rule,
-        True,
-    )
+    _launch(a, a.out, True, (new, a.rope_positions, checked(a.q_norm, a.k_norm, a.eps, D), a.smoothing))
 
 
-def _launch(
-    q: Tensor,
-    new: tuple[Any, ...] | None,
-    rope_positions: Tensor | None,
-    norms: tuple[Tensor, Tensor, float] | None,
-    smoothing: Tensor | None,
-    kv: Sequence[Tensor],
-    slot_table: Tensor,
-    rows: Tensor,
-    kv_lens: Tensor,
-    kv_splits: Tensor,
-    out: Sequence[Tensor],
-    format: str,
-    rule: AttentionRule,
-    newest: bool,
-) -> None:
-    """Launch the kernel; out is [out] or the tensors of `Digits`."""
+def _launch(a: Any, out: Sequence[Tensor], newest: bool, appended: tuple[Any, ...] = (None,) * 4) -> None:
+    """Launch the kernel with the arguments of either operator; out is [out] or the tensors of `Digits`.
+
+    `appended` is what the kernel does before: k, v, cos, sin and their strides; rows of cos and sin; norms;
+    smoothing.
+    """
+    q, (new, rope_positions, norms, smoothing) = a.q, appended
     B, Hq, D = expect(q, "B Hq D", name="q").values()
-    Hkv = kv[0].shape[1]
-    for name, lens in {"rows": rows, "kv_lens": kv_lens}.items():
+    Hkv = a.kv[0].shape[1]
+    rule = AttentionRule(a.scale, a.window, softcap=a.softcap, slopes=a.slopes, sinks=a.sinks)
+    for name, lens in {"rows": a.rows, "kv_lens": a.kv_lens}.items():
         expect(lens, "B", torch.int32, name, B=B)
-    P = expect(kv_splits, f"P {FIELDS}", torch.int32, "kv_splits")["P"]
+    P = expect(a.kv_splits, f"P {FIELDS}", torch.int32, "kv_splits")["P"]
     for name, given in {"slopes": rule.slopes, "sinks": rule.sinks}.items():
         if given is not None:
             expect(given, "Hq", torch.float32, name, Hq=Hq)
     if B == 0:
         return
-    fmt = KV_FORMATS[format]
+    fmt = KV_FORMATS[a.format]
     device: KVDevice = fmt.device
     block = block_of(measured_block(fmt, B, Hq, Hkv), D, q.dtype)
     partial = torch.empty(P, Hq, D, dtype=torch.float32, device=q.device)
@@ -434,9 +392,9 @@ def _launch(
         maxnreg=block.registers, launch_pdl=overlaps(q.device),
     )  # fmt: skip
     kernel.launch(
-        (Hkv // block.heads, P), q, tuple(kv), slot_table, kv_splits, partial, lse,
+        (Hkv // block.heads, P), q, tuple(a.kv), a.slot_table, a.kv_splits, partial, lse,
         _arrivals(next_power_of_2(P * Hkv), q.device), signs(D, q.device) if fmt.rotated else None,
-        result, rule.scale * LOG2_E, token_stride(q, "q"), slot_table.stride(0), new, rope_positions,
-        norms, smoothing, kv_lens, facts, rule.softcap * LOG2_E or None, rule.slopes,
+        result, rule.scale * LOG2_E, token_stride(q, "q"), a.slot_table.stride(0), new,
+        rope_positions, norms, smoothing, a.kv_lens, facts, rule.softcap * LOG2_E or None, rule.slopes,
         rule.sinks,
     )  # fmt: skip

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
-from qrt.kernels.experts.ref import shares_by, summed
+from qrt.kernels.experts import ref
+from qrt.kernels.op import takes
 from qrt.quant.weight import WEIGHT_SCHEMES
 
 
-def experts(
-    x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Sequence[Tensor], gate_up_bias: Tensor | None,
-    down: Sequence[Tensor], down_bias: Tensor | None, scheme: str, act: str, on_input: bool,
-) -> Tensor:  # fmt: skip
+@takes(ref.experts)
+def experts(a: Any) -> Tensor:
     """Return what a token's experts add to it, [T, H] in x's dtype."""
-    shares = experts_partial(
-        x, chosen, weights, gate_up, gate_up_bias, down, down_bias, scheme, act, on_input
-    )
-    return summed(shares, x.dtype)
+    return ref.summed(experts_partial(*a), a.x.dtype)
 
 
-def experts_partial(
-    x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Sequence[Tensor], gate_up_bias: Tensor | None,
-    down: Sequence[Tensor], down_bias: Tensor | None, scheme: str, act: str, on_input: bool,
-) -> Tensor:  # fmt: skip
+@takes(ref.experts_partial)
+def experts_partial(a: Any) -> Tensor:
     """Return what each of a token's experts adds to it, fp32 [k, T, H]."""
-    linear = WEIGHT_SCHEMES[scheme].linear_cpu
-    return shares_by(linear, x, chosen, weights, gate_up, gate_up_bias, down, down_bias, act, on_input)
+    linear = WEIGHT_SCHEMES[a.scheme].linear_cpu
+    first, second = (a.gate_up, a.gate_up_bias), (a.down, a.down_bias)
+    return ref.summands_by(linear, a.x, a.chosen, a.weights, first, second, a.act, a.on_input)

@@ -44,67 +44,46 @@ WIDE_BYTES = 32 << 20  # of more fp32 summands than these, which the L2 cache ho
 def experts(a: Any) -> Tensor:
     """Run `qrt::experts` on CUDA tensors."""
     wide = 4 * a.x.numel() * a.chosen.shape[1] <= WIDE_BYTES
-    summands = _summands(
-        a.x, a.chosen, a.weights, a.gate_up, a.gate_up_bias, a.down, a.down_bias, a.scheme, a.act, a.on_input,
-        torch.float32 if wide else a.x.dtype,
-    )  # fmt: skip
-    return add(summands, a.x.dtype)
+    return add(_summands(a, torch.float32 if wide else a.x.dtype), a.x.dtype)
 
 
 @takes(ref.experts_partial)
 def experts_partial(a: Any) -> Tensor:
     """Run `qrt::experts_partial` on CUDA tensors."""
-    return _summands(
-        a.x,
-        a.chosen,
-        a.weights,
-        a.gate_up,
-        a.gate_up_bias,
-        a.down,
-        a.down_bias,
-        a.scheme,
-        a.act,
-        a.on_input,
-        torch.float32,
-    )
+    return _summands(a, torch.float32)
 
 
-def _summands(
-    x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Sequence[Tensor], gate_up_bias: Tensor | None,
-    down: Sequence[Tensor], down_bias: Tensor | None, scheme: str, act: str, on_input: bool,
-    dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
+def _summands(a: Any, dtype: torch.dtype) -> Tensor:
     """Return what each expert adds to each token, [k, T, H] in `dtype`."""
-    kind = WEIGHT_SCHEMES[scheme]
-    (tokens, top_k), x = chosen.shape, x.contiguous()
+    kind, chosen, weights = WEIGHT_SCHEMES[a.scheme], a.chosen, a.weights
+    (tokens, top_k), x = chosen.shape, a.x.contiguous()
     if kind.layout is Layout.OWN:
-        _say(scheme)
-        others = gate_up, gate_up_bias, down, down_bias, scheme, act, on_input
-        return ref.experts_partial(x, chosen, weights, *others).to(dtype)
+        _say(a.scheme)
+        return ref.experts_partial(*a).to(dtype)
     y = torch.empty(top_k, *x.shape, dtype=dtype, device=x.device)  # what down writes is as wide as x
     if not tokens:
         return y
     expect(weights, "T k", torch.float32, "weights", T=tokens, k=top_k)
     expect(chosen, "T k", torch.int32, "chosen", T=len(x))
     chosen, weights = chosen.contiguous(), weights.contiguous().view(-1)
-    first, second = _product(kind, gate_up), _product(kind, down)
+    first, second = _product(kind, a.gate_up), _product(kind, a.down)
     first.check(x)
-    how = plan(_sizes(kind.layout, x, top_k, len(gate_up[0]), first, second))
+    how = plan(_sizes(kind.layout, x, top_k, len(a.gate_up[0]), first, second))
     places = Places(None, chosen.view(-1), how.block, chosen.numel())
     if how.ordered:
-        places = order(chosen, len(gate_up[0]), how.block)
-    read, reads = x if on_input else _quantized(x, how), top_k
-    if on_input or first.perm is not None or isinstance(how.gate_up, WidePlan):
-        read, reads = arrange(read, places, reads, first.perm, weights if on_input else None), 0
-    joined = act if how.joined else None
+        places = order(chosen, len(a.gate_up[0]), how.block)
+    read, reads = x if a.on_input else _quantized(x, how), top_k
+    if a.on_input or first.perm is not None or isinstance(how.gate_up, WidePlan):
+        read, reads = arrange(read, places, reads, first.perm, weights if a.on_input else None), 0
+    joined = a.act if how.joined else None
     inner = x.new_empty(places.rows, first.n // 2 if joined else first.n)
-    first.run(_quantized(read, how), gate_up_bias, inner, how.gate_up, joined, Grouped(places, reads))
+    first.run(_quantized(read, how), a.gate_up_bias, inner, how.gate_up, joined, Grouped(places, reads))
     if not joined:
-        inner = act_mul(inner, act)
+        inner = act_mul(inner, a.act)
     if second.perm is not None:
         inner = arrange(inner, places, 0, second.perm)
-    group = Grouped(places, 0, top_k, None if on_input else weights)
-    second.run(_quantized(inner, how), down_bias, y, how.down, None, group)
+    group = Grouped(places, 0, top_k, None if a.on_input else weights)
+    second.run(_quantized(inner, how), a.down_bias, y, how.down, None, group)
     return y
 
 

@@ -11,6 +11,7 @@ from qrt.kernels.act_mul.ref import act_mul
 from qrt.quant.weight import WEIGHT_SCHEMES
 
 Linear = Callable[[Tensor, Sequence[Tensor], Tensor | None], Tensor]
+Stacked = tuple[Sequence[Tensor], Tensor | None]  # of all experts: run-time tensors and bias
 
 
 def summed(shares: Tensor, dtype: torch.dtype) -> Tensor:
@@ -21,18 +22,10 @@ def summed(shares: Tensor, dtype: torch.dtype) -> Tensor:
     return total.to(dtype)
 
 
-def shares_by(
-    linear: Linear,
-    x: Tensor,
-    chosen: Tensor,
-    weights: Tensor,
-    gate_up: Sequence[Tensor],
-    gate_up_bias: Tensor | None,
-    down: Sequence[Tensor],
-    down_bias: Tensor | None,
-    act: str,
+def summands_by(
+    linear: Linear, x: Tensor, chosen: Tensor, weights: Tensor, first: Stacked, second: Stacked, act: str,
     on_input: bool,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Return what each expert adds to each token, fp32 [k, T, H]; `linear` multiplies."""
     shares = x.new_empty(chosen.shape[1], *x.shape, dtype=torch.float32)
     for expert in chosen.unique().tolist():
@@ -40,18 +33,15 @@ def shares_by(
         weight, read = weights[token, place, None], x[token]
         if on_input:
             read = (read.float() * weight).to(x.dtype)
-        inner = act_mul(linear(read, _of(gate_up, expert), _row(gate_up_bias, expert)), act)
-        y = linear(inner, _of(down, expert), _row(down_bias, expert)).float()
+        inner = act_mul(linear(read, *_of(first, expert)), act)
+        y = linear(inner, *_of(second, expert)).float()
         shares[place, token] = y if on_input else y * weight
     return shares
 
 
-def _of(tensors: Sequence[Tensor], expert: int) -> list[Tensor]:
-    return [tensor[expert] for tensor in tensors]
-
-
-def _row(bias: Tensor | None, expert: int) -> Tensor | None:
-    return None if bias is None else bias[expert]
+def _of(stacked: Stacked, expert: int) -> tuple[list[Tensor], Tensor | None]:
+    tensors, bias = stacked
+    return [tensor[expert] for tensor in tensors], None if bias is None else bias[expert]
 
 
 def experts(
@@ -87,4 +77,5 @@ def experts_partial(
 ) -> Tensor:
     """Return what each of a token's experts adds to it, fp32 [k, T, H]."""
     linear = WEIGHT_SCHEMES[scheme].linear_ref
-    return shares_by(linear, x, chosen, weights, gate_up, gate_up_bias, down, down_bias, act, on_input)
+    first, second = (gate_up, gate_up_bias), (down, down_bias)
+    return summands_by(linear, x, chosen, weights, first, second, act, on_input)

@@ -110,7 +110,7 @@ def kv_write(a: Any) -> None:
         return
     fmt = KV_FORMATS[a.format]
     if T > FEW_TOKENS and fits(fmt, D):
-        kv_write_many(a.q, a.k, a.v, a.cos, a.sin, a.positions, a.slots, a.kv, a.smoothing, fmt, norms)
+        kv_write_many(a, fmt, norms)
         return
     device: KVDevice = fmt.device
     H = half_width(D, device.parts)

@@ -10,7 +10,6 @@ tokens' angles once. All arithmetic, the order of sums included, is that of `ker
 """
 
 import math
-from collections.abc import Sequence
 from functools import cache, lru_cache
 from importlib import import_module
 from typing import Any
@@ -227,25 +226,13 @@ def fits(fmt: KVFormat, head_dim: int) -> bool:
     return bool(ASM) and takes and head_dim in HEAD_DIMS
 
 
-def kv_write_many(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor,
-    slots: Tensor,
-    kv: Sequence[Tensor],
-    smoothing: Tensor | None,
-    fmt: Any,
-    norms: tuple[Tensor, Tensor, float] | None,
-) -> None:
-    """See the package's docstring; the format must be one that `fits`."""
-    (T, Hq, D), Hkv = q.shape, k.shape[1]
+def kv_write_many(a: Any, fmt: Any, norms: tuple[Tensor, Tensor, float] | None) -> None:
+    """Run `kv_write` with its arguments; the format must be one that `fits`."""
+    (T, Hq, D), Hkv = a.q.shape, a.k.shape[1]
     vectors = 1024 // D  # per warp
     heads = math.gcd(Hq, Hkv, vectors)
     tiles, steps = cdiv(T * heads, WARPS * vectors), (Hq + 2 * Hkv) // heads
-    sms = multiprocessors(q.device)
+    sms = multiprocessors(a.q.device)
     each = steps if tiles * WARPS >= sms * WARPS_PER_SM else 1
     grid = (tiles, cdiv(steps, each))
     kernel = variant(
@@ -253,10 +240,10 @@ def kv_write_many(
         ENCODE_K=_encoder(fmt.k.many), ENCODE_V=_encoder(fmt.v.many), SAME=fmt.k == fmt.v,
         G=heads, STEPS=each,
         num_warps=WARPS, maxnreg=REGISTERS,
-        launch_pdl=overlaps(q.device) and math.prod(grid) <= OVERLAPPED_PER_SM * sms,
+        launch_pdl=overlaps(a.q.device) and math.prod(grid) <= OVERLAPPED_PER_SM * sms,
     )  # fmt: skip
     kernel.launch(
-        grid, q, k, v, cos, sin, positions, slots, tuple(kv), smoothing, _scaled_signs(D, q.device),
-        norms, T,
-        token_stride(q, "q"), token_stride(k, "k"), token_stride(v, "v"),
+        grid, a.q, a.k, a.v, a.cos, a.sin, a.positions, a.slots, tuple(a.kv), a.smoothing,
+        _scaled_signs(D, a.q.device), norms, T,
+        token_stride(a.q, "q"), token_stride(a.k, "k"), token_stride(a.v, "v"),
     )  # fmt: skip

@@ -8,6 +8,7 @@ next tile run while the current one is stored.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -222,23 +223,22 @@ def _of_keys(x: Tensor) -> Descriptor:
 
 
 def hopper_prefill(
-    q: Tensor, k: Tensor, v: Tensor, cached_k: Tensor, cached_v: Tensor, tiles: Tensor, query_start: Tensor,
-    cached_start: Tensor, rotation: tuple[Tensor, float] | None, out: Tensor, rule: AttentionRule,
-    attend_cache: bool,
-) -> None:  # fmt: skip
-    """Attend all `tiles` and write out [T, Hq, D]; q, k, v and the rule must be what `fits`.
+    a: Any, cached: Sequence[Tensor], rotation: tuple[Tensor, float] | None, rule: AttentionRule
+) -> None:
+    """Run `prefill_attention` with its arguments; q, k, v and the rule must be what `fits`.
 
-    cached_k, cached_v [C, Hkv, D], contiguous, hold what the chunks read from the cache, chunk i from row
+    `cached` are K and V [C, Hkv, D], contiguous, that the chunks read from the cache, chunk i from row
     cached_start[i] on. `rotation` is `signs`, None if the cache has the model's basis. The rule's scale and
     softcap are in base 2.
     """
+    q, k, v, (cached_k, cached_v) = a.q, a.k, a.v, cached
     _, Hq, D = q.shape
     Hkv = k.shape[1]
     if not len(cached_k):  # a descriptor needs at least one row
         cached_k = cached_v = cached_k.new_empty(1, Hkv, D)
     sizes = _Sizes(
         Hq // Hkv, Hkv, D, tile_rows(q.itemsize, D), KEYS, DTYPES[q.dtype], DTYPES[cached_k.dtype],
-        attend_cache, QUERY_TILES, RING_BYTES // (2 * KEYS * D * q.itemsize), rule.window,
+        a.attend_cache, QUERY_TILES, RING_BYTES // (2 * KEYS * D * q.itemsize), rule.window,
         rule.segment,
     )  # fmt: skip
     own = _of_keys(k)
@@ -249,9 +249,9 @@ def hopper_prefill(
         _hopper_prefill, S=sizes, WARPS=(4, 1), REGISTERS=(GROUP_REGISTERS, COPY_REGISTERS), num_warps=4,
         maxnreg=168,
     )  # fmt: skip
-    items = Hkv * len(tiles)
+    items = Hkv * len(a.tiles)
     kernel.launch(
         (min(multiprocessors(q.device), items),), queries, own, _of_keys(v), _of_keys(cached_k),
-        _of_keys(cached_v), q, tiles, query_start, cached_start, rotation, out, rule.scale,
+        _of_keys(cached_v), q, a.tiles, a.query_start, a.cached_start, rotation, a.out, rule.scale,
         rule.softcap or None, rule.sinks, q.stride(0), items,
     )  # fmt: skip

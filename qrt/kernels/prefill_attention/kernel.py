@@ -308,39 +308,31 @@ def prefill_attention(a: Any) -> None:
     fmt = KV_FORMATS[a.format]
     # fp16 holds a code times its scale, bf16 would round it as coarsely as int8 does
     dtype = torch.float16 if fmt.bits < 16 and a.q.dtype is torch.bfloat16 else a.q.dtype
-    cached_k, cached_v = (torch.empty(a.num_cached, Hkv, D, dtype=dtype, device=a.q.device) for _ in "kv")
-    gather(a.kv, a.slot_table, a.rows, a.cached_start, fmt, cached_k, cached_v)
+    cached = [torch.empty(a.num_cached, Hkv, D, dtype=dtype, device=a.q.device) for _ in "kv"]
+    gather(a.kv, a.slot_table, a.rows, a.cached_start, fmt, *cached)
     rule = AttentionRule(
-        a.scale * LOG2_E,
-        a.window,
-        softcap=a.softcap * LOG2_E,
-        slopes=a.slopes,
-        sinks=a.sinks,
+        a.scale * LOG2_E, a.window, softcap=a.softcap * LOG2_E, slopes=a.slopes, sinks=a.sinks,
         segment=a.segment,
-    )
-    rotation = signs(D, a.q.device) if fmt.rotated else None
-    where = a.tiles, a.query_start, a.cached_start
+    )  # fmt: skip
     attend = hopper_prefill if fits(a.q, a.k, a.v, rule) else _triton_prefill
-    attend(a.q, a.k, a.v, cached_k, cached_v, *where, rotation, a.out, rule, a.attend_cache)
+    attend(a, cached, signs(D, a.q.device) if fmt.rotated else None, rule)
 
 
 def _triton_prefill(
-    q: Tensor, k: Tensor, v: Tensor, cached_k: Tensor, cached_v: Tensor, tiles: Tensor, query_start: Tensor,
-    cached_start: Tensor, rotation: tuple[Tensor, float] | None, out: Tensor, rule: AttentionRule,
-    attend_cache: bool,
-) -> None:  # fmt: skip
+    a: Any, cached: Sequence[Tensor], rotation: tuple[Tensor, float] | None, rule: AttentionRule
+) -> None:
     """Do what `hopper_prefill` does, for any tensors and any rule; its scale and softcap are in base 2."""
-    (_, Hq, D), Hkv = q.shape, k.shape[1]
+    q, (cached_k, cached_v), (_, Hq, D), Hkv = a.q, cached, a.q.shape, a.k.shape[1]
     tiling, H, M = TILINGS[q.itemsize, D <= 128], half_width(D, 1), tile_rows(q.itemsize, D)
     row_bytes, queries = 2 * H * q.itemsize, 1 + (cached_k.dtype is not q.dtype)  # one copy of q per dtype
     stages = (shared_bytes(q.device) - queries * M * row_bytes) // (2 * tiling.tokens * row_bytes)
     kernel = variant(
-        _prefill_kernel, ATTEND_CACHE=attend_cache, G=Hq // Hkv, HKV=Hkv, D=D, H=H, M=M, TILE=tiling.tokens,
+        _prefill_kernel, ATTEND_CACHE=a.attend_cache, G=Hq // Hkv, HKV=Hkv, D=D, H=H, M=M, TILE=tiling.tokens,
         STAGES=max(1, min(tiling.stages, stages)), FIELDS=FIELDS, WINDOW=rule.window, SEGMENT=rule.segment,
         num_warps=tiling.warps,
     )  # fmt: skip
     kernel.launch(
-        (Hkv, len(tiles)), q, k, v, cached_k, cached_v, query_start, cached_start, tiles, rotation, out,
-        rule.scale, token_stride(q, "q"), token_stride(k, "k"), token_stride(v, "v"), rule.softcap or None,
-        rule.slopes, rule.sinks,
+        (Hkv, len(a.tiles)), q, a.k, a.v, cached_k, cached_v, a.query_start, a.cached_start, a.tiles,
+        rotation, a.out, rule.scale, token_stride(q, "q"), token_stride(a.k, "k"), token_stride(a.v, "v"),
+        rule.softcap or None, rule.slopes, rule.sinks,
     )  # fmt: skip
