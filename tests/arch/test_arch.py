@@ -236,7 +236,7 @@ BAD = {
     "an odd part": (
         {"partial_rotary_factor": 0.1},
         UnsupportedError,
-        "expected an even number of channels .* got 3,",
+        "expected an even number of rotated channels, got 3,",
     ),
     "entry of another family": (
         {"embedding_multiplier": 12.0},

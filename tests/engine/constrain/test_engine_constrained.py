@@ -227,7 +227,7 @@ def test_tokens_are_followed_before_the_next_draw(monkeypatch):
     """The device computes the next hidden states meanwhile; free requests keep their one launch a step."""
     engine, calls = engine_of(overlap=True), []
     for owner, name in (
-        (engine.runner, "forward"), (engine.runner, "draw"), (engine.runner, "launch"),
+        (engine.runner, "forward"), (engine.runner, "sample"), (engine.runner, "launch"),
         (engine._constraints, "take"), (engine._constraints, "fill"),
     ):  # fmt: skip
         call = getattr(owner, name)
@@ -237,7 +237,7 @@ def test_tokens_are_followed_before_the_next_draw(monkeypatch):
     engine.add("shaped", [1, 2], replace(GREEDY, max_tokens=4, structured_outputs=shape(3, 30)))
     run(engine)
     steps = [name for name in calls if name != "launch"]
-    assert steps[:3] == ["forward", "fill", "draw"] and steps[3:7] == ["forward", "take", "fill", "draw"]
+    assert steps[:3] == ["forward", "fill", "sample"] and steps[3:7] == ["forward", "take", "fill", "sample"]
     calls.clear()
     engine.add("free", [1, 2], replace(GREEDY, max_tokens=4))
     run(engine)

@@ -120,7 +120,7 @@ def test_long_steps_in_own_rows_change_no_token(folders, monkeypatch, ranks):
 
     def whole(self, own, rows):
         dtypes.add(own.dtype)
-        return peers.TensorParallelGroup.whole(self, own, rows)
+        return peers.TensorParallelGroup.all_gather(self, own, rows)
 
     monkeypatch.setattr(ThreadPeers, "all_gather", whole)
     assert driven(config, ranks, seed=2, arrivals=8) == want
