@@ -83,16 +83,16 @@ class TensorParallelGroup:
     def through(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return what an operator that adds the sum of x over all ranks takes as x and `peers`.
 
-        x is [T, K], or shares fp32 [S, T, K]. Where it does not fit the memory, the sum is taken here.
+        x is [T, K], or partial sums fp32 [S, T, K]. Where it does not fit the memory, the sum is taken here.
         """
         if self.memory is not None and self.memory.takes(x):
             return x, self.memory.words
         return self.all_reduce(x), None
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Return the sum over all ranks of x [T, N], or of the shares fp32 [S, T, N], as [T, N].
+        """Return the sum over all ranks of x [T, N], or of the partial sums fp32 [S, T, N], as [T, N].
 
-        All ranks get the same bits. A sum of shares comes in fp32. On a GPU it may take the place of x.
+        All ranks get the same bits. A sum of partial sums comes in fp32. On a GPU it may take the place of x.
         """
         if x.dim() == 3:
             x = x.sum(0)

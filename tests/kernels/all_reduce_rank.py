@@ -42,12 +42,12 @@ def check(peers: TensorParallelGroup) -> None:
     weight = torch.rand(WIDTH, device=peers.device).add(0.5).to(BF16)
     peers.broadcast(weight)
     for number, tokens in enumerate((1, 2, 4, 5, 16, 33, peers.memory.rows) * 2):
-        for shares in (0, 3):
-            xs = everyones(peers, (shares, tokens, WIDTH) if shares else (tokens, WIDTH), number)
-            xs = xs if shares else [x.to(BF16) for x in xs]
+        for partial_sums in (0, 3):
+            xs = everyones(peers, (partial_sums, tokens, WIDTH) if partial_sums else (tokens, WIDTH), number)
+            xs = xs if partial_sums else [x.to(BF16) for x in xs]
             mine = xs[peers.rank]
             before = everyones(peers, (tokens, WIDTH), 77)[0].to(BF16)
-            total = sum((x.sum(0) if shares else x).double() for x in xs)
+            total = sum((x.sum(0) if partial_sums else x).double() for x in xs)
             exact = before.double() + total
             bound = 2**-7 * (exact.abs() + peers.size * 8)
             residuals = [before.clone() for _ in range(3)]

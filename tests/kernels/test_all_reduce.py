@@ -95,16 +95,16 @@ def test_every_form_adds_up_all_ranks(device, ranks, dtype):
     all_ranks = Ranks(ranks, width, device)
     weight = (torch.rand(width, device=device) + 0.5).to(dtype)
     exact = COMPILED or dtype != torch.bfloat16  # the interpreter truncates to bf16
-    for number, (shares, tokens) in enumerate([(0, 3), (2, 3), (2, 6), (0, 6), (0, 1)]):
-        shape = (shares, tokens, width) if shares else (tokens, width)
+    for number, (partial_sums, tokens) in enumerate([(0, 3), (2, 3), (2, 6), (0, 6), (0, 1)]):
+        shape = (partial_sums, tokens, width) if partial_sums else (tokens, width)
         xs = [torch.randn(shape, device=device) for _ in range(ranks)]
-        xs = xs if shares else [x.to(dtype) for x in xs]
+        xs = xs if partial_sums else [x.to(dtype) for x in xs]
         for x in xs:
             as_words(x)[..., 0, :5] = empty(x.dtype)  # what stands for a value that has not come
-        sums = [sum(x, torch.zeros_like(x[0])) if shares else x for x in xs]
+        sums = [sum(x, torch.zeros_like(x[0])) if partial_sums else x for x in xs]
         sent = [x.float() if tokens <= EXACT_TOKENS else x.to(dtype) for x in sums]
         residual = torch.randn(tokens, width, device=device).to(dtype)
-        total = sum(x.double() for x in xs).sum(0) if shares else sum(x.double() for x in xs)
+        total = sum(x.double() for x in xs).sum(0) if partial_sums else sum(x.double() for x in xs)
         results = []
         for rank, memory in enumerate(all_ranks.memories):
             assert memory.takes(xs[rank])

@@ -56,9 +56,9 @@ def check(tokens, logits, *tables):
     best, group = scores.amax(-1), tokens[:, None] // ref.GROUP
     drawn = scores.gather(1, group)[:, 0]
     assert tokens.dtype == torch.int64 and (drawn >= best - 2 * SCORE_ERROR * (1 + best.abs())).all()
-    shares = groups[torch.arange(len(groups)), group[:, 0]].softmax(-1)
+    partial_sums = groups[torch.arange(len(groups)), group[:, 0]].softmax(-1)
     at, u = tokens[:, None] % ref.GROUP, within.gather(1, group)[:, 0]
-    end, share = shares.cumsum(-1).gather(1, at)[:, 0], shares.gather(1, at)[:, 0]
+    end, share = partial_sums.cumsum(-1).gather(1, at)[:, 0], partial_sums.gather(1, at)[:, 0]
     assert (share > 0).all() and (u < end + SHARE_ERROR).all() and (u > end - share - SHARE_ERROR).all()
 
 

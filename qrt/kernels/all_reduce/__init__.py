@@ -3,7 +3,7 @@
 all_reduce(x [T, K], peers, dtype) -> the sum of x over all ranks, [T, K] in dtype
     x may also be fp32 [S, T, K]: then its sum over S is what a rank has. Sums are fp32, in the order of the
     ranks, so that all of them get the same bits. What a rank has crosses the link in dtype, or if it has at
-    most EXACT_TOKENS rows, in fp32; one rank may have shares of it, and another not
+    most EXACT_TOKENS rows, in fp32; one rank may have partial sums of it, and another not
 all_reduce_max(x int64 [T], peers) -> the largest x of all ranks, row by row, [T]
     the low half of a number must not be 0x80008000
 

@@ -154,7 +154,7 @@ def _wide(sizes: ExpertSizes) -> ExpertsPlan:
 
 
 def _splits(programs: int, singles: int, steps: int, n: int) -> int:
-    """Return splits of K for assignments that are blocks of their own: shares are short, if not too many.
+    """Return splits of K for assignments that are blocks of their own: splits are short, if not too many.
 
     Each program needs a counter, of which an expert has n.
     """

@@ -14,10 +14,10 @@ Linear = Callable[[Tensor, Sequence[Tensor], Tensor | None], Tensor]
 Stacked = tuple[Sequence[Tensor], Tensor | None]  # of all experts: run-time tensors and bias
 
 
-def summed(shares: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the sum of shares fp32 [k, T, H] in the order of k, rounded once."""
-    total = shares[0]
-    for share in shares[1:]:
+def summed(partial_sums: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the sum of partial sums fp32 [k, T, H] in the order of k, rounded once."""
+    total = partial_sums[0]
+    for share in partial_sums[1:]:
         total = total + share
     return total.to(dtype)
 
@@ -27,7 +27,7 @@ def summands_by(
     on_input: bool,
 ) -> Tensor:  # fmt: skip
     """Return what each expert adds to each token, fp32 [k, T, H]; `linear` multiplies."""
-    shares = x.new_empty(chosen.shape[1], *x.shape, dtype=torch.float32)
+    partial_sums = x.new_empty(chosen.shape[1], *x.shape, dtype=torch.float32)
     for expert in chosen.unique().tolist():
         token, place = (chosen == expert).nonzero(as_tuple=True)
         weight, read = weights[token, place, None], x[token]
@@ -35,8 +35,8 @@ def summands_by(
             read = (read.float() * weight).to(x.dtype)
         inner = act_mul(linear(read, *_of(first, expert)), act)
         y = linear(inner, *_of(second, expert)).float()
-        shares[place, token] = y if on_input else y * weight
-    return shares
+        partial_sums[place, token] = y if on_input else y * weight
+    return partial_sums
 
 
 def _of(stacked: Stacked, expert: int) -> tuple[list[Tensor], Tensor | None]:
@@ -57,10 +57,10 @@ def experts(
     on_input: bool,
 ) -> Tensor:
     """Return what a token's experts add to it, [T, H] in x's dtype."""
-    shares = experts_partial(
+    partial_sums = experts_partial(
         x, chosen, weights, gate_up, gate_up_bias, down, down_bias, scheme, act, on_input
     )
-    return summed(shares, x.dtype)
+    return summed(partial_sums, x.dtype)
 
 
 def experts_partial(

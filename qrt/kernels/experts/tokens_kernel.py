@@ -51,7 +51,7 @@ def _arrange(
 
 @triton.jit
 def _sum(SHARES, Y, size, K: tl.constexpr, BLOCK: tl.constexpr, launch_pdl: tl.constexpr):
-    """Add K shares of `size` numbers in fp32, in their order; grid (cdiv(size, BLOCK),)."""
+    """Add K partial sums of `size` numbers in fp32, in their order; grid (cdiv(size, BLOCK),)."""
     after_previous(launch_pdl)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
@@ -84,10 +84,10 @@ def arrange(
     return x._replace(codes=y, scale=y_scale) if isinstance(x, QuantizedTokens) else y
 
 
-def add(shares: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the sum of shares [k, T, H] in the order of k, in fp32, rounded once."""
-    y = torch.empty(shares.shape[1:], dtype=dtype, device=shares.device)
+def add(partial_sums: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the sum of partial sums [k, T, H] in the order of k, in fp32, rounded once."""
+    y = torch.empty(partial_sums.shape[1:], dtype=dtype, device=partial_sums.device)
     if y.numel():
-        kernel = variant(_sum, K=shares.shape[0], BLOCK=_BLOCK, launch_pdl=overlaps(y.device))
-        kernel.launch((cdiv(y.numel(), _BLOCK),), shares, y, y.numel())
+        kernel = variant(_sum, K=partial_sums.shape[0], BLOCK=_BLOCK, launch_pdl=overlaps(y.device))
+        kernel.launch((cdiv(y.numel(), _BLOCK),), partial_sums, y, y.numel())
     return y

@@ -106,13 +106,13 @@ def _int8_tiles(x: Tensor | QuantizedTokens, weight: TiledWeight, epilogue: Epil
         return Product(Kernel.NOTHING, "x is empty")
     if epilogue is Epilogue.ACT_MUL and not isinstance(x, QuantizedTokens):
         epilogue = Epilogue.PLAIN
-    shares = epilogue is Epilogue.PARTIAL_SUMS
+    partial_sums = epilogue is Epilogue.PARTIAL_SUMS
     if not wide_kernel.fits_int8(rows, weight):
         why = "Hopper's kernel takes groups of a multiple of 128, on its GPU"
-        return Product(Kernel.TILES_INT8, why, joined=shares)
+        return Product(Kernel.TILES_INT8, why, joined=partial_sums)
     found = int8_tile_plan(rows, weight)
     halves = weight.out_features % (2 * TILE_ROWS) == 0 and found.plan.gates
-    return found._replace(joined=shares or (epilogue is Epilogue.ACT_MUL and halves))
+    return found._replace(joined=partial_sums or (epilogue is Epilogue.ACT_MUL and halves))
 
 
 def int8_tile_plan(x: Tensor, weight: TiledWeight) -> Product:

@@ -132,20 +132,20 @@ def _multiply_codes(
         _say(kind.name, chosen)
         return Done(kind.linear_int8_ref(x, weight, bias), chosen)
     expect(x.codes, "T K", name="x", K=weight[0].shape[1])
-    chosen, shares = choose(kind, x, weight, epilogue), epilogue is Epilogue.PARTIAL_SUMS
+    chosen, partial_sums = choose(kind, x, weight, epilogue), epilogue is Epilogue.PARTIAL_SUMS
     if chosen.kernel is Kernel.NOTHING:
-        return Done(_nothing(x, weight[0].shape[0], shares), chosen)
+        return Done(_nothing(x, weight[0].shape[0], partial_sums), chosen)
     if isinstance(chosen.plan, HopperPlan):
-        product = hopper_product(x, weight, bias, chosen.plan, act if chosen.joined else None, shares)
+        product = hopper_product(x, weight, bias, chosen.plan, act if chosen.joined else None, partial_sums)
         return Done(product(x, bias), chosen, product)
     assert isinstance(chosen.plan, BlockPlan)
-    return Done(block_gemm(x, weight, bias, chosen.plan, shares), chosen)
+    return Done(block_gemm(x, weight, bias, chosen.plan, partial_sums), chosen)
 
 
-def _nothing(x: QuantizedTokens, n: int, shares: bool) -> Tensor:
+def _nothing(x: QuantizedTokens, n: int, partial_sums: bool) -> Tensor:
     """Return the product of no tokens with N outputs."""
-    size = (*((1,) if shares else ()), 0, n)
-    return torch.empty(size, dtype=torch.float32 if shares else x.dtype, device=x.codes.device)
+    size = (*((1,) if partial_sums else ()), 0, n)
+    return torch.empty(size, dtype=torch.float32 if partial_sums else x.dtype, device=x.codes.device)
 
 
 def _multiply_int8_tiles(
@@ -155,13 +155,13 @@ def _multiply_int8_tiles(
     """Multiply tokens [T, K] that are quantized already by int4 weights of progressive groups."""
     weight = kind.tiles_for(x.codes, tensors)
     x = x._replace(codes=weight.gather(x.codes))
-    chosen, shares = choose(kind, x, weight, epilogue), epilogue is Epilogue.PARTIAL_SUMS
+    chosen, partial_sums = choose(kind, x, weight, epilogue), epilogue is Epilogue.PARTIAL_SUMS
     if chosen.kernel is Kernel.NOTHING:
-        return Done(_nothing(x, weight.out_features, shares), chosen)
+        return Done(_nothing(x, weight.out_features, partial_sums), chosen)
     if chosen.kernel is Kernel.TILES_INT8:
-        return Done(int8_tiles_gemm(x, weight, bias, shares), chosen)
+        return Done(int8_tiles_gemm(x, weight, bias, partial_sums), chosen)
     constants, joined = constants_of(weight, kind.bits, None), act if chosen.joined else None
-    product = wide_int8_product(x, weight, bias, constants, chosen.plan, joined, shares)
+    product = wide_int8_product(x, weight, bias, constants, chosen.plan, joined, partial_sums)
     return Done(product(x, bias), chosen, None if weight.perm.numel() else product)
 
 

@@ -135,7 +135,7 @@ def _rmsnorm(  # noqa: C901 -- its branches are constants
 def _launch(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, y: Tensor | None,
     scale: Tensor | None = None, ids: Tensor | None = None, inner: Tensor | None = None,
-    inner_eps: float = 0.0, factor: float = 1.0, shares: int = 0, room: int = 0, centred: bool = False,
+    inner_eps: float = 0.0, factor: float = 1.0, partial_sums: int = 0, room: int = 0, centred: bool = False,
     bias: Tensor | None = None, peers: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Write the norm of x [T, H, K] or [T, K], whose rows are dense, to the dense y.
@@ -147,12 +147,12 @@ def _launch(
     ids        [T]: which rows of x to take
     inner      [K]: the weight of a norm of x before it is added to the residual, with `inner_eps`
     factor     what x is multiplied by then
-    shares     the number S of fp32 [T, K] that x [S, T, K] holds; 0 if x has no shares
+    partial_sums  the number S of fp32 [T, K] that x [S, T, K] holds; 0 if x has none
     room       the padded token count of `Digits`, of which y and scale are the tensors; 0 for none
     centred    the norm is LayerNorm, with this weight and bias [K] if they are there
     peers      the words of the ranks' memory, through which x is summed over them
     """
-    if x.dim() == 3 and not shares:
+    if x.dim() == 3 and not partial_sums:
         (tokens, heads, k), (token_stride, head_stride, _) = x.shape, x.stride()
     else:
         tokens, heads, k = x.shape[-2], 1, x.shape[-1]
@@ -165,7 +165,7 @@ def _launch(
     # digits: few tokens, so the latency of one program counts; else two programs must fit on an SM
     warps = (32 if room else 16) if block_k > _BLOCK_ELEMENTS else max(1, block_rows * block_k // 256)
     kernel = variant(
-        _rmsnorm, K=k, SHARES=shares, INT8=scale is not None, ROOM=room, ASM=COMPILED, CENTRED=centred,
+        _rmsnorm, K=k, SHARES=partial_sums, INT8=scale is not None, ROOM=room, ASM=COMPILED, CENTRED=centred,
         RANKS=ranks_of(peers), WIDE=peers is not None and rows <= EXACT_TOKENS,
         BLOCK_ROWS=block_rows, BLOCK_K=block_k, num_warps=warps, launch_pdl=overlaps(x.device),
     )  # fmt: skip
@@ -249,20 +249,20 @@ def launch_add(
     token_scale: Tensor | None, added: tuple[Tensor | None, float, float, Tensor | None], room: int = 0, *,
     centred: bool = False, bias: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Launch with a residual; x is [T, K], or its shares fp32 [S, T, K].
+    """Launch with a residual; x is [T, K], or its partial sums fp32 [S, T, K].
 
     `added` is inner, inner_eps, scale and peers of the operators.
     """
     inner, inner_eps, factor, peers = added
     _launch(
         x.contiguous(), residual, weight, eps, y, token_scale, inner=inner, inner_eps=inner_eps,
-        factor=factor, shares=_partial_sums(x), room=room, centred=centred, bias=bias, peers=peers,
+        factor=factor, partial_sums=_partial_sums(x), room=room, centred=centred, bias=bias, peers=peers,
     )  # fmt: skip
 
 
 def launch_sum(x: Tensor, y: Tensor, peers: Tensor) -> None:
-    """Write the sum of x [T, K], or of its shares fp32 [S, T, K], over all ranks to y [T, K]."""
-    _launch(x.contiguous(), None, None, 0.0, y, shares=_partial_sums(x), peers=peers)
+    """Write the sum of x [T, K], or of its partial sums fp32 [S, T, K], over all ranks to y [T, K]."""
+    _launch(x.contiguous(), None, None, 0.0, y, partial_sums=_partial_sums(x), peers=peers)
 
 
 def _partial_sums(x: Tensor) -> int:

@@ -103,7 +103,7 @@ def in_int8(x: Tensor) -> Tensor:
 def truth(x: Tensor, chosen: Tensor, weights: Tensor, found: Mixture) -> Tensor:
     """Return what each expert adds, fp64 [k, T, H]. Both products of w8a8 and w4a8 read tokens in int8."""
     read_as = in_int8 if WEIGHT_SCHEMES[found.scheme].int8_tokens else torch.Tensor.double
-    shares = torch.zeros(chosen.shape[1], *x.shape, dtype=torch.float64, device=x.device)
+    partial_sums = torch.zeros(chosen.shape[1], *x.shape, dtype=torch.float64, device=x.device)
     for expert in chosen.unique().tolist():
         gate_up, down = (part[expert].dequantize().double() for part in (found.gate_up, found.down))
         token, place = (chosen == expert).nonzero(as_tuple=True)
@@ -114,5 +114,5 @@ def truth(x: Tensor, chosen: Tensor, weights: Tensor, found: Mixture) -> Tensor:
         y = read_as(activated(*inner.chunk(2, 1), found.act)) @ down.T
         if found.down_bias is not None:
             y = y + found.down_bias[expert].double()
-        shares[place, token] = y if found.on_input else y * weight
-    return shares
+        partial_sums[place, token] = y if found.on_input else y * weight
+    return partial_sums

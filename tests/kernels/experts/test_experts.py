@@ -28,9 +28,9 @@ def test_references_match_fp64(implementation, scheme, kind):
     x, chosen, weights = inputs(11, 64, 8, 3, among=[0, 1, 2, 4, 7])
     args = x, chosen, weights, *found.args(x.dtype, cpu=implementation is cpu)
     want = truth(x, chosen, weights, found)
-    shares = implementation.experts_partial(*args)
-    assert shares.shape == want.shape and shares.dtype == torch.float32
-    assert relative(shares, want) < BOUND[scheme]
+    partial_sums = implementation.experts_partial(*args)
+    assert partial_sums.shape == want.shape and partial_sums.dtype == torch.float32
+    assert relative(partial_sums, want) < BOUND[scheme]
     y = implementation.experts(*args)
     assert y.shape == x.shape and relative(y, want.sum(0)) < BOUND[scheme]
 

@@ -23,8 +23,8 @@ def check(found, x, chosen, weights):
     args = x, chosen, weights, *found.args(x.dtype, x.device)
     want = truth(x, chosen, weights, found).to(x.device)
     bound = (INT8_BOUND if found.scheme == "w4a8" else BOUND)[x.dtype]
-    shares = kernel.experts_partial(*args)
-    assert shares.dtype == torch.float32 and relative(shares, want) < bound
+    partial_sums = kernel.experts_partial(*args)
+    assert partial_sums.dtype == torch.float32 and relative(partial_sums, want) < bound
     y = kernel.experts(*args)
     assert y.dtype == x.dtype and relative(y, want.sum(0)) < bound
     assert torch.equal(y, kernel.experts(*args))

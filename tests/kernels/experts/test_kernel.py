@@ -29,13 +29,13 @@ def check(found, x, chosen, weights):
     args = x, chosen, weights, *found.args(x.dtype, x.device)
     want = truth(x, chosen, weights, found)
     bound = INT8_BOUND[x.dtype] if found.scheme == "w8a8" else BOUND[x.dtype]
-    shares = kernel.experts_partial(*args)
-    assert shares.dtype == torch.float32 and shares.shape == want.shape
-    assert relative(shares, want) < bound
+    partial_sums = kernel.experts_partial(*args)
+    assert partial_sums.dtype == torch.float32 and partial_sums.shape == want.shape
+    assert relative(partial_sums, want) < bound
     y = kernel.experts(*args)
     assert y.dtype == x.dtype and relative(y, want.sum(0)) < bound
-    assert torch.equal(y, kernel.add(shares, x.dtype))
-    return shares, args
+    assert torch.equal(y, kernel.add(partial_sums, x.dtype))
+    return partial_sums, args
 
 
 @pytest.mark.pairs
@@ -108,10 +108,10 @@ def test_split_sums_repeat_bit_for_bit(device, monkeypatch, scheme, hidden):
     found = mixture(16, hidden, 128, scheme, torch.bfloat16, device=device, group=128)
     x, chosen, weights = inputs(2, hidden, 16, 1, torch.bfloat16, device)
     chosen[1] = chosen[0]
-    shares, args = check(found, x, chosen, weights)
+    partial_sums, args = check(found, x, chosen, weights)
     assert "splits 1," not in kernel.explain(x, 1, args[3], args[5], scheme)[0]
     for _ in range(3):
-        assert torch.equal(kernel.experts_partial(*args), shares)
+        assert torch.equal(kernel.experts_partial(*args), partial_sums)
     assert not args[3][-1].any() and not args[5][-1].any()
 
 
@@ -284,9 +284,9 @@ def test_model_sizes(device, scheme, tokens, experts, top_k, hidden, inner, dtyp
     args = x, chosen, weights, *found.args(dtype, device)
     want = truth(x, chosen, weights, found)
     bound = INT8_BOUND[dtype] if scheme == "w8a8" else BOUND[dtype]
-    y, shares = kernel.experts(*args), kernel.experts_partial(*args)
-    assert relative(shares, want) < bound and relative(y, want.sum(0)) < bound
-    assert torch.equal(kernel.experts(*args), y) and torch.equal(kernel.experts_partial(*args), shares)
+    y, partial_sums = kernel.experts(*args), kernel.experts_partial(*args)
+    assert relative(partial_sums, want) < bound and relative(y, want.sum(0)) < bound
+    assert torch.equal(kernel.experts(*args), y) and torch.equal(kernel.experts_partial(*args), partial_sums)
 
 
 @pytest.mark.gpu

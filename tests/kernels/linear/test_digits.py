@@ -71,13 +71,13 @@ def test_digits_of_what_is_not_finite(device, make, value):
 
 
 @pytest.mark.ptx
-@pytest.mark.parametrize("shares", [0, 3])
-def test_norms_leave_as_digits(device, shares):
+@pytest.mark.parametrize("partial_sums", [0, 3])
+def test_norms_leave_as_digits(device, partial_sums):
     """Of the sum that the plain norm rounds, in a residual that is the same."""
     tokens, inputs = 5, 384
     x, residual = spread(tokens, inputs, device), spread(tokens, inputs, device).flip(0)
     weight = torch.rand(inputs, device=device).to(x.dtype)
-    parts = torch.randn(shares, tokens, inputs, device=device) if shares else x
+    parts = torch.randn(partial_sums, tokens, inputs, device=device) if partial_sums else x
     ours, theirs = residual.clone(), residual.clone()
     got, half = decoded(add_rmsnorm_digits(ours, parts, weight, EPS, 8))
     want = add_rmsnorm(theirs, parts, weight, EPS)

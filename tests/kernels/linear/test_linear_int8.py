@@ -62,13 +62,13 @@ def test_shares_sum_up_to_the_product(device, monkeypatch, tokens, plan):
     tensors = list(WEIGHT_SCHEMES["w8a8"].prepare(weight, device, torch.float16))
     x = torch.randn(tokens, k, device=device)
     codes, scale, _ = quantize_tokens(x)
-    shares = kernel.linear_int8_partial(codes, scale, tensors, "w8a8")
+    partial_sums = kernel.linear_int8_partial(codes, scale, tensors, "w8a8")
     splits, inputs = (plan[2], 128) if len(plan or ()) == 4 else (plan[3], plan[2]) if plan else (1, k)
     blocks = -(-k // inputs)
     part = -(-blocks // splits) * inputs
-    assert shares.shape == (-(-k // part), tokens, n) and shares.dtype == torch.float32
-    assert torch.equal(shares, kernel.linear_partial(x, tensors, "w8a8")) and not tensors[2].any()
-    for own, left, right in zip(shares, codes.split(part, 1), tensors[0].split(part, 1), strict=True):
+    assert partial_sums.shape == (-(-k // part), tokens, n) and partial_sums.dtype == torch.float32
+    assert torch.equal(partial_sums, kernel.linear_partial(x, tensors, "w8a8")) and not tensors[2].any()
+    for own, left, right in zip(partial_sums, codes.split(part, 1), tensors[0].split(part, 1), strict=True):
         exact = (left.double() @ right.double().T) * scale.double()[:, None] * tensors[1].double()
         assert_rounded_once(own, exact, exact.abs())
     for module in (kernel, ref):

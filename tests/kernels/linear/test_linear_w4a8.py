@@ -86,9 +86,9 @@ def test_groups_that_hopper_does_not_take(device, tokens, group, k):
     assert (chosen.kernel is Kernel.TILES_INT8) == (group < 128 or not is_hopper(device))
     got = kernel.linear_int8(*own, tensors, None, "w4a8", torch.bfloat16)
     assert_rounded_once(got, want, want.abs())
-    shares = kernel.linear_int8_partial(*own, tensors, "w4a8")
-    assert shares.dtype == torch.float32 and not tensors[4].any()
-    torch.testing.assert_close(shares.double().sum(0), want, rtol=1e-5, atol=1e-5)
+    partial_sums = kernel.linear_int8_partial(*own, tensors, "w4a8")
+    assert partial_sums.dtype == torch.float32 and not tensors[4].any()
+    torch.testing.assert_close(partial_sums.double().sum(0), want, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.ptx(tokens=[60])
@@ -97,11 +97,13 @@ def test_shares_sum_up_to_the_product(device, monkeypatch, tokens, plan):
     n, k = 150, 1536
     set_plan(monkeypatch, n, k, tokens, plan)
     codes, scale, weight, tensors = operands(n, k, tokens, device)
-    shares = kernel.linear_int8_partial(codes, scale.flatten(), tensors, "w4a8")
+    partial_sums = kernel.linear_int8_partial(codes, scale.flatten(), tensors, "w4a8")
     if is_hopper(device) and plan:
-        assert len(shares) == plan[2]
-    assert shares.shape[1:] == (tokens, n) and not tensors[4].any()
-    torch.testing.assert_close(shares.double().sum(0), exact(codes, scale, weight), rtol=1e-5, atol=1e-5)
+        assert len(partial_sums) == plan[2]
+    assert partial_sums.shape[1:] == (tokens, n) and not tensors[4].any()
+    torch.testing.assert_close(
+        partial_sums.double().sum(0), exact(codes, scale, weight), rtol=1e-5, atol=1e-5
+    )
 
 
 @pytest.mark.ptx(tokens=[40])

@@ -18,24 +18,28 @@ from qrt.quant.tokens import QuantizedTokens
 
 
 def block_gemm(
-    x: QuantizedTokens, weight: Sequence[Tensor], bias: Tensor | None, plan: BlockPlan, shares: bool = False
+    x: QuantizedTokens,
+    weight: Sequence[Tensor],
+    bias: Tensor | None,
+    plan: BlockPlan,
+    partial_sums: bool = False,
 ) -> Tensor:
     """Return x [T, K] @ codes.T scaled, plus bias, [T, N] in x's dtype; the sum over K is exact.
 
-    The weight lies as in `Layout.INT8_ROWS`. With `shares`, and without bias, it is the sum of each split of
-    K, fp32 [S, T, N], rounded once.
+    The weight lies as in `Layout.INT8_ROWS`. With `partial_sums`, and without bias, it is the sum of each
+    split of K, fp32 [S, T, N], rounded once.
     """
     codes, scale, arrivals = weight
     (tokens, k), n = x.codes.shape, codes.shape[0]
     outputs = cdiv(tokens, plan.tokens) * cdiv(n, plan.outputs)
     share, splits = split_evenly(cdiv(k, plan.inputs), plan.splits, outputs, arrivals.shape[0])
-    size, dtype = ((splits, tokens, n), torch.float32) if shares else ((tokens, n), x.dtype)
+    size, dtype = ((splits, tokens, n), torch.float32) if partial_sums else ((tokens, n), x.dtype)
     y = torch.empty(size, dtype=dtype, device=codes.device)
-    summed = splits > 1 and not shares
+    summed = splits > 1 and not partial_sums
     parts = torch.empty(splits * n * tokens, dtype=torch.int32, device=codes.device) if summed else None
     kernel = variant(
         multiply_rows, BIASED=bias is not None, DOT=tl.int8, BM=plan.tokens, BN=plan.outputs, BK=plan.inputs,
-        PANEL=8, SPLITS=splits, SHARED=shares, ACT=None, ASM=COMPILED, READS=0, SHARES=0,
+        PANEL=8, SPLITS=splits, SHARED=partial_sums, ACT=None, ASM=COMPILED, READS=0, SHARES=0,
         num_warps=plan.warps, num_stages=plan.stages, launch_pdl=overlaps(codes.device),
     )  # fmt: skip
     kernel.launch(

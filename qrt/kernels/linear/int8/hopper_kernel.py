@@ -195,33 +195,33 @@ def fits(x: Tensor) -> bool:
 
 def hopper_product(
     x: QuantizedTokens, weight: Sequence[Tensor], bias: Tensor | None, plan: HopperPlan, act: str | None,
-    shares: bool = False,
+    partial_sums: bool = False,
 ) -> Prepared:  # fmt: skip
     """Return the product of x and bias, for all that are as x and bias.
 
     [T, N] = x @ codes.T scaled, plus bias; x `fits`, the weight lies as in `Layout.INT8_ROWS`. With `act`, by
-    a plan that `gates`, it is act(gate) * up of that, [T, N / 2]. With `shares` it is the sum of each split,
-    fp32 [S, T, N]. All that does not depend on addresses is worked out here, once.
+    a plan that `gates`, it is act(gate) * up of that, [T, N / 2]. With `partial_sums` it is the sum of each
+    split, fp32 [S, T, N]. All that does not depend on addresses is worked out here, once.
     """
     codes, scale, arrivals = weight
     (tokens, k), n, halves = x.codes.shape, codes.shape[0], 2 if act else 1
     outputs = cdiv(tokens, plan.tokens) * cdiv(n, plan.outputs)
     steps = cdiv(k, INPUTS)
     share, splits = split_evenly(steps, plan.splits, outputs, arrivals.shape[0])
-    room = outputs * splits * plan.tokens * plan.outputs if splits > 1 and not shares else 0
+    room = outputs * splits * plan.tokens * plan.outputs if splits > 1 and not partial_sums else 0
     persistent = plan.persistent > 0 and splits == 1 and steps >= plan.stages
     programs = min(plan.persistent * multiprocessors(codes.device), outputs) if persistent else outputs
     kernel = variant(
         _hopper_int8, BIASED=bias is not None, BM=plan.tokens, BN=plan.outputs, BK=INPUTS, PANEL=PANEL,
-        SPLIT=splits > 1, SHARES=shares, STAGES=plan.stages, HALVES=halves, PERSISTENT=persistent,
+        SPLIT=splits > 1, SHARES=partial_sums, STAGES=plan.stages, HALVES=halves, PERSISTENT=persistent,
         ACT=act, num_warps=min(8, plan.outputs // (16 * halves)), launch_pdl=True,
     )  # fmt: skip
     rows = halves, plan.outputs // halves, INPUTS
     of_codes = of_weight(codes, (halves, n // halves, k), torch.int8, rows, SWIZZLED[3])
-    size = (splits, tokens, n) if shares else (tokens, n // halves)
+    size = (splits, tokens, n) if partial_sums else (tokens, n // halves)
 
     def multiply(x: QuantizedTokens, bias: Tensor | None) -> Tensor:
-        y = torch.empty(size, dtype=torch.float32 if shares else x.dtype, device=codes.device)
+        y = torch.empty(size, dtype=torch.float32 if partial_sums else x.dtype, device=codes.device)
         of_x = of_tokens(aligned(x.codes.contiguous()), (plan.tokens, INPUTS), SWIZZLED[2])
         parts = torch.empty(room, dtype=torch.int32, device=codes.device) if room else None
         kernel.launch(

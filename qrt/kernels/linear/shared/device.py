@@ -50,9 +50,9 @@ def rows_of(assignment, place, count, READS: tl.constexpr, SHARES: tl.constexpr)
 
 @triton.jit
 def sum_splits(acc, parts, arrivals, at, inside, size, split, SPLITS: tl.constexpr):
-    """Add the shares of a block; return the sum, and whether this program holds it.
+    """Add the partial sums of a block; return the sum, and whether this program holds it.
 
-    acc is the share of this split. The last program to arrive adds the shares in a fixed order. parts
+    acc is the sum of this split. The last program to arrive adds them in a fixed order. parts
     [SPLITS, size] takes them; `at` is where the block lies in one, `inside` which of it is real. arrivals
     points at the counter of the block, 0 before and after.
     """

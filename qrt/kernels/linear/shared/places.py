@@ -33,11 +33,11 @@ class Grouped(NamedTuple):
 
     places    the blocks; each meets the weight of its expert
     reads     assignments that share a row of x: place p reads row order[p] // reads. 0: row p
-    shares    k: assignment a writes row a % k * T + a // k of y [k * T, N]. 0: place p writes row p
+    partial_sums  k: assignment a writes row a % k * T + a // k of y [k * T, N]. 0: place p writes row p
     weights   fp32 [T * k]: multiplies what an assignment writes, or None
     """
 
     places: Places
     reads: int
-    shares: int = 0
+    partial_sums: int = 0
     weights: Tensor | None = None

@@ -132,7 +132,8 @@ def grouped_rows(
     kernel = variant(
         multiply_rows, BIASED=bias is not None, DOT=tl.int8 if scale is not None else dot_type(x),
         BM=plan.tokens, BN=plan.outputs, BK=plan.inputs, PANEL=1, SPLITS=splits, SHARED=False, ACT=act,
-        ASM=COMPILED, READS=group.reads, SHARES=group.shares, num_warps=plan.warps, num_stages=plan.stages,
+        ASM=COMPILED, READS=group.reads, SHARES=group.partial_sums, num_warps=plan.warps,
+        num_stages=plan.stages,
         launch_pdl=overlaps(x.device),
     )  # fmt: skip
     kernel.launch(

@@ -296,7 +296,7 @@ def _launch(
 ) -> None:  # fmt: skip
     """Launch `_digits_product` with `share` tiles of K a program.
 
-    y is [S, T, N], or [T, N] if a share is all of K or `parts` is there to add shares up. With `act`
+    y is [S, T, N], or [T, N] if a share is all of K or `parts` is there to add partial sums up. With `act`
     and `facts` it takes the codes of Digits.
     """
     (blocks, tiles), room, runs = weight.packed.shape[:2], x.codes.shape[2], 8 // bits

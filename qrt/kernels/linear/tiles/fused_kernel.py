@@ -149,7 +149,7 @@ def fused_gemm(
     kernel = variant(
         _fused, K=k, DOT=dot_type(x), BIASED=bias is not None, BM=width, BLOCKS=chosen.blocks,
         HALVES=2 if act else 1, SPLITS=chosen.splits, STAGES=_stages(device, stage_bytes, chosen.stages),
-        ACT=act, READS=group.reads if group else 0, SHARES=group.shares if group else 0,
+        ACT=act, READS=group.reads if group else 0, SHARES=group.partial_sums if group else 0,
         num_warps=chosen.warps, **constants._asdict(), launch_pdl=overlaps(device),
     )  # fmt: skip
     grid: tuple[int, ...] = (blocks // chosen.blocks, chosen.splits)

@@ -73,24 +73,25 @@ def _int8_tiles(
 
 
 def int8_tiles_gemm(
-    x: QuantizedTokens, weight: TiledWeight, bias: Tensor | None, shares: bool = False
+    x: QuantizedTokens, weight: TiledWeight, bias: Tensor | None, partial_sums: bool = False
 ) -> Tensor:
     """Return x [T, K] @ W.T + bias, [T, N] in x's dtype; the sum over K is exact.
 
-    With `shares`, and without bias, it is the sum of each split of K, fp32 [S, T, N].
+    With `partial_sums`, and without bias, it is the sum of each split of K, fp32 [S, T, N].
     """
     (blocks, tiles, _, words), (tokens, k), n = weight.packed.shape, x.codes.shape, weight.out_features
     width, device = max(16, min(width_of(tokens), MOST_TOKENS)), x.codes.device
     outputs = cdiv(tokens, width) * blocks
     splits = even_splits(max(1, 2 * multiprocessors(device) // outputs), tiles)
     share, splits = split_evenly(tiles, splits, outputs, n)
-    size, dtype = ((splits, tokens, n), torch.float32) if shares else ((tokens, n), x.dtype)
+    size, dtype = ((splits, tokens, n), torch.float32) if partial_sums else ((tokens, n), x.dtype)
     y = torch.empty(size, dtype=dtype, device=device)
-    summed = splits > 1 and not shares
+    summed = splits > 1 and not partial_sums
     parts = torch.empty(splits * n * tokens, dtype=torch.int32, device=device) if summed else None
     kernel = variant(
         _int8_tiles, ROWS=TILE_ROWS, J=words, RUNS=weight.runs, BYTES=weight.steps.shape[3], BM=width,
-        SPLITS=splits, SHARED=shares, PANEL=PANEL, STAGES=STAGES, num_warps=4, launch_pdl=overlaps(device),
+        SPLITS=splits, SHARED=partial_sums, PANEL=PANEL, STAGES=STAGES, num_warps=4,
+        launch_pdl=overlaps(device),
     )  # fmt: skip
     kernel.launch(
         (outputs, splits), x.codes.contiguous(), x.scale, weight.packed, weight.steps, weight.channel, bias,

@@ -79,20 +79,20 @@ def wide_int8_product(
     constants: TileConstants,
     plan: WidePlan,
     act: str | None,
-    shares: bool = False,
+    partial_sums: bool = False,
 ) -> Prepared:
     """Return the product of x and bias, for all that are as x and bias; x's codes are as `fits_int8` says.
 
-    It is [T, N] in x's dtype; with `act`, as in `wide_product`, [T, N / 2]; with `shares` the sum of each
-    split, fp32 [S, T, N].
+    It is [T, N] in x's dtype; with `act`, as in `wide_product`, [T, N / 2]; with `partial_sums` the sum of
+    each split, fp32 [S, T, N].
     """
-    multiply = _product(x.codes, *_in_int8(weight, constants), bias, plan, act, shares)
+    multiply = _product(x.codes, *_in_int8(weight, constants), bias, plan, act, partial_sums)
     tokens, n, tiles = len(x.codes), weight.out_features, weight.packed.shape[1]
     _, splits = split_evenly(tiles, plan.splits, *_outputs(tokens, weight, plan))
-    size = (splits, tokens, n) if shares else (tokens, n // (2 if act else 1))
+    size = (splits, tokens, n) if partial_sums else (tokens, n // (2 if act else 1))
 
     def product(x: QuantizedTokens, bias: Tensor | None) -> Tensor:
-        y = torch.empty(size, dtype=torch.float32 if shares else x.dtype, device=x.codes.device)
+        y = torch.empty(size, dtype=torch.float32 if partial_sums else x.dtype, device=x.codes.device)
         multiply(x.codes.contiguous(), bias, y, x.scale, weight.channel)
         return y
 
@@ -112,13 +112,13 @@ def _outputs(tokens: int, weight: TiledWeight, plan: WidePlan) -> tuple[int, int
 
 def _product(
     x: Tensor, weight: TiledWeight, constants: TileConstants, bias: Tensor | None, plan: WidePlan,
-    act: str | None, shares: bool = False,
+    act: str | None, partial_sums: bool = False,
 ) -> Callable[..., None]:  # fmt: skip
     """Return the launch for x, bias, y and, where x holds codes, the scales of tokens and channels."""
     blocks, tiles, rows, words = weight.packed.shape
     outputs, arrivals = _outputs(x.shape[0], weight, plan)
     share, splits = split_evenly(tiles, plan.splits, outputs, arrivals)
-    room = outputs * splits * plan.tokens * plan.blocks * rows if splits > 1 and not shares else 0
+    room = outputs * splits * plan.tokens * plan.blocks * rows if splits > 1 and not partial_sums else 0
     each, halves = plan.group_blocks, 2 if act else 1
     persistent = plan.persistent > 0 and splits == 1
     programs = min(plan.persistent * multiprocessors(x.device), outputs) if persistent else outputs
@@ -147,8 +147,8 @@ def wide_experts(
     x [P, K] has the places in its rows, in the order of the codes, is contiguous and `fits`; or it is
     quantized, as `fits_int8` says. The rows of padding may hold anything: no row depends on another. The
     tensors of `weight` are those of all E experts, stacked; bias is [E, N]. y has a row for each place, or is
-    [shares, T, N]. It has x's dtype or is fp32; with `act`, which is as in `wide_product`, it has x's. The
-    plan is persistent, with blocks as the group's.
+    [partial_sums, T, N]. It has x's dtype or is fp32; with `act`, which is as in `wide_product`, it has x's.
+    The plan is persistent, with blocks as the group's.
     """
     channel, rows = weight.channel, x.codes if isinstance(x, QuantizedTokens) else x
     if isinstance(x, QuantizedTokens):
@@ -157,8 +157,8 @@ def wide_experts(
     (places, _), n, halves = rows.shape, weight.arrivals.shape[1], 2 if act else 1
     outputs = cdiv(places, plan.tokens) * cdiv(blocks, plan.blocks)
     programs = min(plan.persistent * multiprocessors(rows.device), outputs)
-    dot, biased, shares = DTYPES[rows.dtype], bias is not None, group.shares
-    kernel = _variant(plan, constants, dot, biased, False, act, True, PANEL, shares)
+    dot, biased, partial_sums = DTYPES[rows.dtype], bias is not None, group.partial_sums
+    kernel = _variant(plan, constants, dot, biased, False, act, True, PANEL, partial_sums)
     descriptors = of_tiles(weight, plan.group_blocks, halves)
     sizes = weight.arrivals, places, n, outputs, tiles, tiles
 
@@ -168,7 +168,9 @@ def wide_experts(
         )
         planes, owners = of_planes(rows, plan.x_planes, plan.tokens, words), group.places.experts
         scatter = (
-            (group.places.order, group.weights, group.places.assignments) if shares else (None, None, None)
+            (group.places.order, group.weights, group.places.assignments)
+            if partial_sums
+            else (None, None, None)
         )
         kernel.launch((programs, 1), planes, *descriptors, bias, y, None, *sizes, owners, *scatter, *of_codes)
 
@@ -178,12 +180,12 @@ def wide_experts(
 @cache
 def _variant(
     plan: WidePlan, constants: TileConstants, dot: Any, biased: bool, split: bool, act: str | None,
-    persistent: bool, panel: int, shares: int = 0,
+    persistent: bool, panel: int, partial_sums: int = 0,
 ) -> Variant:  # fmt: skip
     sizes = WideSizes(
         constants.J, constants.PLANES, constants.RUNS, constants.SCALE, constants.ASYMMETRIC, dot, biased,
         plan.tokens, plan.group_blocks, plan.groups, plan.turns, split, 2 if act else 1, act, plan.x_planes,
-        plan.x_stages, plan.w_stages, persistent, panel, shares,
+        plan.x_stages, plan.w_stages, persistent, panel, partial_sums,
     )  # fmt: skip
     (of_all, of_group), others, warps = registers(plan), plan.groups - 1, 4 * plan.group_blocks
     return variant(
