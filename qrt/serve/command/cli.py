@@ -126,3 +126,7 @@ def _read(flag: str, path: str) -> str:
         return Path(path).read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{flag} {path}: {error}") from error
+
+
+if __name__ == "__main__":
+    sys.exit(main())

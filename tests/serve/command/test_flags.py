@@ -2,6 +2,7 @@
 
 import shutil
 import subprocess
+import sys
 from dataclasses import fields
 from pathlib import Path
 
@@ -109,6 +110,11 @@ def test_every_setting_has_a_flag():
         for field in fields(config):
             dest = named_otherwise.get(field.name, field.name)
             assert dest in reachable, field.name
+
+
+def test_the_module_runs():
+    done = subprocess.run([sys.executable, "-m", cli.__name__, "--help"], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.startswith("usage: qrt-serve")
 
 
 def test_the_file_and_the_command_line(tmp_path):
