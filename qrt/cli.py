@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import argparse
 import io
+import json
 import logging
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from copy import copy
+from dataclasses import MISSING, fields
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, NoReturn
@@ -26,6 +28,7 @@ from qrt.registry import nearest
 
 # Escapes for control characters, so that text from a checkpoint or a client cannot control the terminal.
 CONTROL_CHARACTERS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160))}
+SUFFIXES = {"k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20, "g": 10**9, "G": 2**30}
 
 
 class HelpFormatter(argparse.HelpFormatter):
@@ -79,19 +82,47 @@ def _dashed(word: str) -> str:
     return flag.replace("_", "-") + equals + value if flag.startswith("--") else word
 
 
-def add_hub_flags(group: argparse._ActionsContainer) -> None:
-    """Add the flags for a model of the Hub: its revision, and the folder that keeps it."""
-    group.add_argument(
-        "--revision", metavar="REV", help="branch, tag or commit of a --model from the Hub (default: main)"
-    )
-    add_download_dir(group)
+def add_flags(group: argparse._ActionsContainer, config: type, names: str, **changes: Any) -> None:
+    """Add the flags of some fields of a config class; `changes` replaces what each of them says."""
+    known = {own.name: own for own in fields(config)}
+    for own in (known[name] for name in names.split()):
+        default = None if own.default is MISSING else own.default
+        how = {"default": default, **_kind(str(own.type), default), **own.metadata, **changes}
+        flag, aliases = how.pop("flag") or f"--{own.name.replace('_', '-')}", how.pop("aliases")
+        given = {name: value for name, value in how.items() if value is not None}
+        group.add_argument(flag, *aliases, dest=own.name, **given)
 
 
-def add_download_dir(group: argparse._ActionsContainer) -> None:
-    """Add the flag for the folder that keeps models of the Hub."""
-    group.add_argument(
-        "--download-dir", metavar="DIR", help="folder for models of the Hub (default: HF_HUB_CACHE, HF_HOME)"
-    )
+def _kind(annotation: str, default: Any) -> dict[str, Any]:
+    """Return how the flag of a field with this type and default takes its value."""
+    kind = annotation.removesuffix(" | None")
+    if kind == "bool":
+        return {"action": "store_true" if default is False else argparse.BooleanOptionalAction}
+    kinds: dict[str, Callable[[str], Any]] = {"int": integer, "float": float, "dict[str, Any]": json_object}
+    item = kind.removeprefix("tuple[").removesuffix(", ...]")
+    return {"type": kinds.get(item, str), **({} if item == kind else {"nargs": "+"})}
+
+
+def integer(text: str) -> int:
+    """Parse an integer with an optional suffix: k, m, g (powers of 1000) or K, M, G (powers of 1024)."""
+    factor = SUFFIXES.get(text[-1:], 1)
+    try:
+        return int(float(text[:-1]) * factor) if factor > 1 else int(text)
+    except (ValueError, OverflowError):
+        raise argparse.ArgumentTypeError(
+            f"expected a number such as 4096, 32k or 32K, got {text!r}"
+        ) from None
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """Parse a JSON object."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"expected a JSON object, got {text!r:.80}")
+    return value
 
 
 def check_output(flag: str, path: Path) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any
 
 from qrt.checks import at_least, at_most, check_seed, is_number, listed, one_of, yes_or_no
 from qrt.errors import ConfigError
+from qrt.setting import documented, setting, told
 
 
 class KernelBackend(Enum):
@@ -60,102 +61,145 @@ class Environment:
 
 ENV = Environment.read()
 
-POLICIES = ("fcfs", "priority")
 DTYPES = ("auto", "float32", "float16", "bfloat16")  # dtypes of activations
-LOAD_FORMATS = ("auto", "safetensors", "dummy")  # the first two are the same: qrt reads nothing else
-GENERATION_CONFIGS = ("auto", "vllm")
-RUNNERS = ("auto", "generate", "pooling")
-CONVERSIONS = ("auto", "none", "embed", "classify", "reward")
-ALL_REDUCES = ("auto", "peer", "nccl")
-ALL_REDUCE_DTYPES = ("auto", "int8")
-ADMISSIONS = ("aggressive", "conservative")
 MAX_NUM_SEQS = 2**16  # most requests at once; each takes a row of `max_model_len` tokens on the device
 
 
+@documented
 @dataclass(frozen=True)
 class EngineConfig:
-    """The settings of an engine. The engine chooses for `None` and "auto", by model and device.
+    """The settings of an engine. The engine chooses for `None` and "auto", by model and device."""
 
-    model                    checkpoint folder, ORG/NAME[@REVISION] of the Hugging Face Hub, or "tiny", the
-                             bundled model
-    tokenizer                folder or name of the tokenizer, in the same forms (None: the model's)
-    revision                 branch, tag or commit of `model` on the Hub; tokenizer_revision of `tokenizer`
-    download_dir             folder that keeps models of the Hub (None: HF_HUB_CACHE or HF_HOME)
-    runner                   "generate" text, or "pooling": vectors and scores; "auto": by the checkpoint's
-                             files
-    convert                  what a model that pools answers with: "embed" vectors, "classify" a number for
-                             each label, "reward" the same for each token; "auto": by the architecture's name
-    pooler_config            replaces what the checkpoint's files say: "pooling_type" (LAST, MEAN, ALL) and
-                             "normalize"
-    hf_overrides             replaces entries of config.json that say how a model pools
-                             (`arch.pooling.OVERRIDES`)
-    kv                       KV format: "auto" (unquantized), "bf16", or a name in KV_FORMATS ("int8", "k8v4")
-    kv_skip_layers           layers whose K and V are stored unquantized
-    load_format              "dummy": random weights with the sizes and schemes of config.json, to measure
-                             speed without a checkpoint; no tensor is read
-    generation_config        default sampling: "auto" the checkpoint's generation_config.json, "vllm" neutral
-    dtype                    dtype of activations: "auto" is the checkpoint's on a GPU. On a CPU it is
-                             float32, or bf16 for a quantized checkpoint in bf16 if the CPU has fast bf16
-    device                   "cuda", "cuda:1" or "cpu" (None: the GPU if there is one, else the CPU)
-    tensor_parallel_size     ranks that share the model, one GPU each, counted from `device` on
-    all_reduce               how their GPUs add up what they compute: "peer": few tokens through each other's
-                             memory, "nccl", or "auto": what is faster on this machine
-    all_reduce_dtype         what crosses their links in long steps: "auto" the dtype of activations, or
-                             "int8": groups of 128 with a scale, half the bytes, rounded
-    max_model_len            most tokens of one request, prompt and output together
-    max_num_seqs             most requests that run at once (None: 256, on a GPU up to 1,024 by what the
-                             KV pool holds: `mem.sizing.default_num_seqs`)
-    max_num_batched_tokens   most tokens of one step; longer prompts are prefilled in chunks
-    max_num_queued_reqs      most requests that wait; more are refused (None: no limit)
-    max_num_queued_tokens    most tokens in waiting requests; one prompt may always wait (None: no limit)
-    scheduling_policy        "fcfs": in order of arrival; "priority": the smallest `priority` first
-    admission                "aggressive" starts requests by the expected length of outputs, and pauses one
-                             when slots run out; "conservative" keeps room for all of `max_tokens`: no pauses
-    overlap                  prepare and launch a step while the last one runs (None: only on a GPU)
-    gpu_memory_utilization   share of the GPU's memory that weights, activations and KV may take
-    kv_cache_memory_bytes    KV memory, instead of what `gpu_memory_utilization` leaves
-    enable_prefix_caching    reuse the K and V of prompts that start with the same tokens
-    attend_cache             prefill reads its own chunk's K/V back from the cache, so that a perplexity
-                             includes the KV format's loss, and a cached prefix does not change an answer (by
-                             default a prompt attends its own chunk's K/V before they are rounded)
-    enforce_eager            record no CUDA graphs: slower steps, an earlier start
-    cudagraph_capture_sizes  batch sizes of recorded decode steps (None: 1, 2, 4, then every 8 to 256, wider)
-    seed                     seed for requests without one
-    """
-
-    model: str
-    tokenizer: str | None = None
-    revision: str | None = None
-    tokenizer_revision: str | None = None
-    download_dir: str | None = None
-    runner: str = "auto"
-    convert: str = "auto"
-    pooler_config: dict[str, Any] | None = field(default=None, hash=False)
-    hf_overrides: dict[str, Any] | None = field(default=None, hash=False)
-    kv: str = "auto"
-    kv_skip_layers: tuple[int, ...] = ()
-    load_format: str = "auto"
-    generation_config: str = "auto"
-    dtype: str = "auto"
-    device: str | None = None
-    tensor_parallel_size: int = 1
-    all_reduce: str = "auto"
-    all_reduce_dtype: str = "auto"
-    max_model_len: int | None = None
-    max_num_seqs: int | None = None
-    max_num_batched_tokens: int = 8192
-    max_num_queued_reqs: int | None = None
-    max_num_queued_tokens: int | None = None
-    scheduling_policy: str = "fcfs"
-    admission: str = "aggressive"
-    overlap: bool | None = None
-    gpu_memory_utilization: float = 0.9
-    kv_cache_memory_bytes: int | None = None
-    enable_prefix_caching: bool = True
-    attend_cache: bool = False
-    enforce_eager: bool = False
-    cudagraph_capture_sizes: tuple[int, ...] | None = None
-    seed: int = 0
+    model: str = field(
+        metadata=told(
+            "--model-dir",
+            help="checkpoint folder, ORG/NAME[@REVISION] of the Hugging Face Hub, or tiny, the bundled model",
+        )
+    )
+    tokenizer: str | None = setting(
+        None, metavar="MODEL", help="folder or ORG/NAME of the tokenizer (default: the model's)"
+    )
+    revision: str | None = setting(
+        None, metavar="REV", help="branch, tag or commit of a --model from the Hub (default: main)"
+    )
+    tokenizer_revision: str | None = setting(
+        None, metavar="REV", help="branch, tag or commit of a --tokenizer from the Hub (default: main)"
+    )
+    download_dir: str | None = setting(
+        None, metavar="DIR", help="folder for models of the Hub (default: HF_HUB_CACHE, HF_HOME)"
+    )
+    runner: str = setting(
+        "auto", choices=("auto", "generate", "pooling"),
+        help="generate text, or serve vectors and scores (pooling); auto: by the checkpoint's files",
+    )  # fmt: skip
+    convert: str = setting(
+        "auto", choices=("auto", "none", "embed", "classify", "reward"),
+        help="what a model that pools answers with: vectors (embed), a number for each label (classify), or "
+        "the same for each token (reward); auto: by the architecture's name",
+    )  # fmt: skip
+    pooler_config: dict[str, Any] | None = setting(
+        None, metavar="JSON", hash=False,
+        help="replaces what the checkpoint's files say: pooling_type (LAST, MEAN, ALL) and normalize, e.g. "
+        '{"pooling_type": "MEAN", "normalize": false} (default: none)',
+    )  # fmt: skip
+    hf_overrides: dict[str, Any] | None = setting(
+        None, metavar="JSON", hash=False,
+        help='replaces entries of config.json about pooling, e.g. {"is_matryoshka": true} (default: none)',
+    )  # fmt: skip
+    kv: str = setting(
+        "auto", "--kv-cache-dtype", metavar="FORMAT",
+        help="KV format: auto or bf16 (unquantized), or one of KV_FORMATS, such as int8 or k8v4",
+    )  # fmt: skip
+    kv_skip_layers: tuple[int, ...] = setting(
+        (), "--kv-cache-dtype-skip-layers", metavar="LAYER",
+        help="layers whose K and V stay unquantized (default: none)",
+    )  # fmt: skip
+    load_format: str = setting(
+        "auto", choices=("auto", "safetensors", "dummy"),  # the first two are the same
+        help="dummy: random weights with the sizes and schemes of config.json, to measure speed without a "
+        "checkpoint",
+    )  # fmt: skip
+    generation_config: str = setting(
+        "auto", choices=("auto", "vllm"),
+        help="default sampling settings of requests: the checkpoint's (auto), or neutral ones (vllm)",
+    )  # fmt: skip
+    dtype: str = setting(
+        "auto", "--data-type",
+        help="dtype of activations: float32, float16, bfloat16; auto: the checkpoint's on a GPU; on a CPU "
+        "float32, or bfloat16 for quantized checkpoints in bfloat16, if the CPU is fast at it",
+    )  # fmt: skip
+    device: str | None = setting(None, help="cuda, cuda:N or cpu (default: cuda if there is a GPU)")
+    tensor_parallel_size: int = setting(
+        1, "-tp", "--tp", "--tp-size", metavar="N",
+        help="number of GPUs that share the model, counted from --device on",
+    )  # fmt: skip
+    all_reduce: str = setting(
+        "auto", "--exchange", choices=("auto", "peer", "nccl"),  # its name until 0.2
+        help="how GPUs that share the model add up what they compute: few tokens through each other's memory "
+        "(peer), by NCCL (nccl), or as is faster on this machine (auto)",
+    )  # fmt: skip
+    all_reduce_dtype: str = setting(
+        "auto", "--exchange-dtype", choices=("auto", "int8"),
+        help="what crosses their links in long steps: the dtype of activations (auto), or int8 in groups of "
+        "128 with a scale, which has half the bytes and is rounded",
+    )  # fmt: skip
+    max_model_len: int | None = setting(
+        None, "--max-req-total-len", metavar="TOKENS",
+        help="maximum number of tokens of a request, prompt and output together (default: the model's)",
+    )  # fmt: skip
+    max_num_seqs: int | None = setting(
+        None, "--running-max-req-size", metavar="N",
+        help="maximum number of requests that run at once (default: 256; on a GPU up to 1,024 if the KV pool "
+        "holds them)",
+    )  # fmt: skip
+    max_num_batched_tokens: int = setting(
+        8192, "--batch-max-tokens", metavar="TOKENS",
+        help="maximum number of tokens in one step; longer prompts are prefilled in chunks",
+    )  # fmt: skip
+    max_num_queued_reqs: int | None = setting(
+        None, metavar="N", help="maximum number of waiting requests; more are refused (default: no limit)"
+    )
+    max_num_queued_tokens: int | None = setting(
+        None, metavar="TOKENS",
+        help="maximum number of tokens in waiting requests; one prompt may always wait (default: no limit)",
+    )  # fmt: skip
+    scheduling_policy: str = setting(
+        "fcfs", choices=("fcfs", "priority"),
+        help="run requests in order of arrival (fcfs), or the smallest `priority` first (priority)",
+    )  # fmt: skip
+    admission: str = setting(
+        "aggressive", choices=("aggressive", "conservative"),
+        help="start a request when its expected output fits in memory, and pause one if memory runs out "
+        "(aggressive), or only when all of its max_tokens fit (conservative)",
+    )  # fmt: skip
+    overlap: bool | None = setting(
+        None, "--overlap", flag="--async-scheduling",
+        help="prepare the next step while the current one runs (default: on for a GPU)",
+    )  # fmt: skip
+    gpu_memory_utilization: float = setting(
+        0.9, "--mem-fraction", metavar="SHARE",
+        help="share of the GPU's memory for weights, activations and KV",
+    )  # fmt: skip
+    kv_cache_memory_bytes: int | None = setting(
+        None, metavar="BYTES",
+        help="size of the KV pool (default: what --gpu-memory-utilization leaves; 4 GiB on a CPU)",
+    )  # fmt: skip
+    enable_prefix_caching: bool = setting(
+        True, help="reuse the K and V of prompts that start with the same tokens"
+    )
+    attend_cache: bool = setting(
+        False,
+        help="let prefill read its own chunk's K and V back from the cache, so that a perplexity includes "
+        "the KV format's loss, and a cached prefix does not change an answer; slower",
+    )  # fmt: skip
+    enforce_eager: bool = setting(
+        False, "--disable-cudagraph", help="do not record CUDA graphs: slower steps, an earlier start"
+    )
+    cudagraph_capture_sizes: tuple[int, ...] | None = setting(
+        None, metavar="N",
+        help="batch sizes of recorded decode steps (default: 1, 2, 4, multiples of 8 up to 256, then wider)",
+    )  # fmt: skip
+    seed: int = setting(0, help="seed for requests without one")
 
     def __post_init__(self) -> None:  # noqa: C901 -- a flat list of checks
         _folder("model", self.model, "qrt.quantize(model, tokenizer) makes one of a model in memory")
@@ -174,18 +218,13 @@ class EngineConfig:
         dtype = str(self.dtype).removeprefix("torch.")
         object.__setattr__(self, "dtype", {"half": "float16", "float": "float32"}.get(dtype, dtype))
         one_of("dtype", self.dtype, DTYPES)
-        one_of("load_format", self.load_format, LOAD_FORMATS)
-        one_of("generation_config", self.generation_config, GENERATION_CONFIGS)
-        one_of("runner", self.runner, RUNNERS)
-        one_of("convert", self.convert, CONVERSIONS)
+        for own in fields(self):
+            if choices := own.metadata["choices"]:
+                one_of(own.name, getattr(self, own.name), choices)
         for name in ("pooler_config", "hf_overrides"):
             if not isinstance(getattr(self, name), dict | None):
                 raise ConfigError(f"{name}: expected a dictionary, got {getattr(self, name)!r:.80}")
             object.__setattr__(self, name, getattr(self, name) or None)
-        one_of("all_reduce", self.all_reduce, ALL_REDUCES)
-        one_of("all_reduce_dtype", self.all_reduce_dtype, ALL_REDUCE_DTYPES)
-        one_of("scheduling_policy", self.scheduling_policy, POLICIES)
-        one_of("admission", self.admission, ADMISSIONS)
         for name in ("tensor_parallel_size", "max_num_batched_tokens"):
             at_least(name, getattr(self, name), 1)
         if self.max_num_seqs is not None:

@@ -15,7 +15,7 @@ from distributions import packages_of
 ROOT = Path(__file__).parent.parent
 FLOORS: dict[str, float] = {  # fractions are the rooms of a floor, lower rooms first
     "qrt.version": 0, "qrt.errors": 0, "qrt.registry": 0, "qrt.config": 0, "qrt.checks": 0, "qrt.gc": 0,
-    "qrt.request": 0, "qrt.assets": 0, "qrt.cli": 0, "qrt.model_files": 0, "qrt.compat": 0,
+    "qrt.setting": 0, "qrt.request": 0, "qrt.assets": 0, "qrt.cli": 0, "qrt.model_files": 0, "qrt.compat": 0,
     "qrt.quant": 1, "qrt.arch": 1, "qrt.grammar": 1, "qrt.text": 1, "qrt.definitions": 1.1,
     "qrt.kernels": 2,
     "qrt.mem": 3,
@@ -36,9 +36,9 @@ FLOORS: dict[str, float] = {  # fractions are the rooms of a floor, lower rooms 
 }  # fmt: skip
 TORCH_FREE = (
     "qrt.version", "qrt.errors", "qrt.registry", "qrt.config", "qrt.checks", "qrt.gc", "qrt.cli",
-    "qrt.request", "qrt.grammar", "qrt.arch", "qrt.mem.slots", "qrt.mem.prefix", "qrt.mem.manager",
-    "qrt.model_files", "qrt.compat", "qrt.engine.preflight", "qrt.engine.schedule", "qrt.answers.processor",
-    "qrt.answers.output", "qrt.serve",
+    "qrt.setting", "qrt.request", "qrt.grammar", "qrt.arch", "qrt.mem.slots", "qrt.mem.prefix",
+    "qrt.mem.manager", "qrt.model_files", "qrt.compat", "qrt.engine.preflight", "qrt.engine.schedule",
+    "qrt.answers.processor", "qrt.answers.output", "qrt.serve",
 )  # fmt: skip
 
 EXTRAS = {  # who may import what only an extra brings

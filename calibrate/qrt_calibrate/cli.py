@@ -9,7 +9,8 @@ from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qrt.cli import ArgumentParser, add_hub_flags, run_main
+from qrt.cli import ArgumentParser, add_flags, run_main
+from qrt.config import EngineConfig
 from qrt.model_files.location import EXPECTED, short_name
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def _parser() -> ArgumentParser:
     )
     add = parser.add_argument
     add("--model", required=True, help=EXPECTED)
-    add_hub_flags(parser)
+    add_flags(parser, EngineConfig, "revision download_dir")
     add(
         "--out", metavar="DIR",
         help="folder to make; an interrupted run leaves its finished layers in DIR.partial, and the same "

@@ -14,7 +14,8 @@ from tqdm import tqdm
 from qrt.arch import Arch
 from qrt.arch.pooling import read_model
 from qrt.arch.read import read_arch
-from qrt.cli import ArgumentParser, add_hub_flags, run_main
+from qrt.cli import ArgumentParser, add_flags, run_main
+from qrt.config import EngineConfig
 from qrt.definitions.names import place_names, unread
 from qrt.errors import CheckpointError, UnsupportedError
 from qrt.model_files.folder import read_config
@@ -38,7 +39,7 @@ def main(argv: list[str]) -> int:
     """Entry point of the subcommand; returns the exit code."""
     parser = ArgumentParser(prog="qrt-calibrate convert", description=__doc__)
     parser.add_argument("--model", required=True, help=f"quantized checkpoint: {EXPECTED}")
-    add_hub_flags(parser)
+    add_flags(parser, EngineConfig, "revision download_dir")
     parser.add_argument("--to", required=True, choices=TARGETS, help="format to write; gptq means gptq_v2")
     parser.add_argument("--out", required=True, metavar="DIR", help="folder to make")
     parser.add_argument(

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from qrt.errors import ConfigError
 from qrt.request.sampling import MAX_LOGPROBS
+from qrt.setting import documented, setting, told
+from qrt.text.reasoning import FORMATS as REASONING
+from qrt.text.tool_calls import FORMATS, NO_NOTATION
 
 # Limits on everything by which a small request could cause much work. Those with a flag are in ServerConfig
 # and EngineConfig, those of SamplingParams in qrt.request.sampling.
@@ -42,51 +45,88 @@ def check_socket_path(name: str, path: str) -> None:
         )
 
 
+@documented
 @dataclass(frozen=True)
 class ServerConfig:
-    """The settings of an HTTP server.
+    """The settings of an HTTP server."""
 
-    model_names             names of the model in requests, the main one first
-    api_keys                each of them gives access; without any, everybody has access
-    allowed_origins         of web pages elsewhere that may ask: "*" (any), or scheme://host
-    root_path               prefix of all paths outside of a proxy, which may strip it
-    chat_template           Jinja text instead of the checkpoint's
-    tool_call_parser        how tool calls are read: "auto" by the chat template, a family's name, or "none"
-    reasoning_parser        how thinking is told from the answer: likewise
-    data_parallel_size      engines, each with GPUs of its own and all of the model
-    api_server_count        processes that speak HTTP (None: one for each engine, as far as there are cores
-                            beside the engines')
-    metrics_prefix          what the names of metrics begin with, before a colon
-    shutdown_timeout        seconds that running requests have after SIGTERM
-    watchdog_timeout        seconds after which a step that has not ended ends the server
-    request_timeout         seconds that a request may take, its time in the queue included; None: any
-    """
-
-    model_names: tuple[str, ...]
-    host: str = "127.0.0.1"
-    port: int = 8000
-    uds: str | None = None
-    api_keys: tuple[str, ...] = ()
-    allowed_origins: tuple[str, ...] = ()
-    root_path: str = ""
-    ssl_keyfile: str | None = None
-    ssl_certfile: str | None = None
-    chat_template: str | None = None
-    tool_call_parser: str = "auto"
-    reasoning_parser: str = "auto"
-    data_parallel_size: int = 1
-    api_server_count: int | None = None
-    metrics_prefix: str = "qrt"
-    max_logprobs: int = MAX_LOGPROBS
-    shutdown_timeout: float = 30.0
-    watchdog_timeout: float = 300.0
-    request_timeout: float | None = None
-    use_tgi_api: bool = False
-    enable_admin_endpoints: bool = False
-    enable_request_id_headers: bool = False
-    enable_log_requests: bool = False
-    disable_log_stats: bool = False
-    log_level: str = "info"
+    model_names: tuple[str, ...] = field(
+        metadata=told(
+            "--model-name",
+            flag="--served-model-name",
+            metavar="NAME",
+            help="names of the model in the API, the main one first (default: ORG/NAME, or the folder's)",
+        )
+    )
+    host: str = setting("127.0.0.1", help="address to listen on")
+    port: int = setting(8000, help="TCP port; 0 means any free port")
+    uds: str | None = setting(None, metavar="PATH", help="listen on a Unix socket instead (default: none)")
+    api_keys: tuple[str, ...] = setting(
+        (), flag="--api-key", metavar="KEY",
+        help="accepted API keys; visible in the process list, so prefer QRT_API_KEY or --api-key-file "
+        "(default: QRT_API_KEY, or no key)",
+    )  # fmt: skip
+    allowed_origins: tuple[str, ...] = setting(
+        (), metavar="ORIGIN",
+        help="origins of other web pages that may send requests: * or scheme://host, or a JSON list "
+        "(default: none)",
+    )  # fmt: skip
+    root_path: str = setting(
+        "", metavar="PATH",
+        help="prefix of all paths, such as /llm; a proxy may strip or forward it (default: none)",
+    )  # fmt: skip
+    ssl_keyfile: str | None = setting(
+        None, metavar="FILE", help="private key in PEM; serves HTTPS (default: HTTP)"
+    )
+    ssl_certfile: str | None = setting(None, metavar="FILE", help="certificate in PEM (default: none)")
+    chat_template: str | None = setting(
+        None, metavar="FILE", help="Jinja template (default: the checkpoint's)"
+    )
+    tool_call_parser: str = setting(
+        "auto", choices=("auto", *NO_NOTATION, *FORMATS),
+        help="format of the model's tool calls; auto finds it from the chat template",
+    )  # fmt: skip
+    reasoning_parser: str = setting(
+        "auto", choices=("auto", "none", *REASONING),
+        help="marks of the model's thinking; auto finds them from the chat template",
+    )  # fmt: skip
+    data_parallel_size: int = setting(
+        1, "-dp", "--dp-size", "--dp", metavar="N",
+        help="number of engines, each with all of the model and GPUs of its own, counted from --device on; a "
+        "request goes to the engine that has its prefix, or to the one with the least to do",
+    )  # fmt: skip
+    api_server_count: int | None = setting(
+        None, "--httpserver-workers", metavar="N",
+        help="number of processes for HTTP and text (default: one for each engine, as far as there are cores "
+        "beside the engines')",
+    )  # fmt: skip
+    metrics_prefix: str = setting(
+        "qrt", metavar="NAME", help="first part of the names of metrics; with vllm, tools for vLLM find them"
+    )
+    max_logprobs: int = setting(
+        MAX_LOGPROBS, metavar="N",
+        help="maximum number of log-probabilities per token that a request may ask for",
+    )  # fmt: skip
+    shutdown_timeout: float = setting(
+        30.0, metavar="SECONDS", help="how long running requests may take to finish after SIGTERM"
+    )
+    watchdog_timeout: float = setting(
+        300.0, metavar="SECONDS", help="stop the server if a step takes longer than this"
+    )
+    request_timeout: float | None = setting(
+        None, metavar="SECONDS",
+        help="time limit of a request, including its wait in the queue (default: no limit)",
+    )  # fmt: skip
+    use_tgi_api: bool = setting(False, help="make /generate behave as in TGI, not as in LightLLM")
+    enable_admin_endpoints: bool = setting(False, help="serve /reset_prefix_cache")
+    enable_request_id_headers: bool = setting(False, help="send X-Request-Id with replies")
+    enable_log_requests: bool = setting(
+        False, "--detail-log", help="log one line per request, without its text"
+    )
+    disable_log_stats: bool = setting(False, help="do not log statistics every 10 seconds")
+    log_level: str = setting(
+        "info", choices=("debug", "info", "warning", "error"), help="lowest level of the log lines on stderr"
+    )
 
     def __post_init__(self) -> None:  # noqa: C901 -- a flat list of checks
         if not 1 <= self.data_parallel_size <= MAX_ENGINES:

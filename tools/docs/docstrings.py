@@ -3,11 +3,14 @@
 name      what it is,
           over several lines
 other     what that is
+
+The docstring of a class that is `documented` (qrt/setting.py) is made when it is imported.
 """
 
 import re
+from importlib import import_module
 
-from griffe import Docstring, Extension, Object
+from griffe import Attribute, Class, Docstring, ExprCall, Extension, Object
 
 ENTRY = re.compile(r"^(\S+(?: \S+){0,4}) {2,}(\S.*)$")
 
@@ -18,8 +21,16 @@ class AlignedLists(Extension):
     def on_instance(self, *, obj: Object, **_: object) -> None:
         """Replace the text before it is rendered."""
         if obj.docstring is not None:
-            text = "\n\n".join(map(listed, obj.docstring.value.split("\n\n")))
+            text = obj.docstring.value
+            if isinstance(obj, Class) and any(str(each.value) == "documented" for each in obj.decorators):
+                text = getattr(import_module(obj.module.path), obj.name).__doc__
+            text = "\n\n".join(map(listed, text.split("\n\n")))
             obj.docstring = Docstring(text, lineno=obj.docstring.lineno, parent=obj)
+
+    def on_attribute_instance(self, *, attr: Attribute, **_: object) -> None:
+        """Show the default of a setting as its value."""
+        if isinstance(attr.value, ExprCall) and str(attr.value.function) == "setting":
+            attr.value = attr.value.arguments[0]
 
 
 def listed(paragraph: str) -> str:

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
-from qrt.cli import ArgumentParser, add_hub_flags
-from qrt.config import DTYPES
+from qrt.cli import ArgumentParser, add_flags
+from qrt.config import DTYPES, EngineConfig
 from qrt.model_files.location import EXPECTED
 from qrt.quant.kv import KV_FORMATS, UNQUANTIZED_KV
 from qrt.text.data.files import KINDS
@@ -119,7 +119,7 @@ def add_model(command: ArgumentParser, several: bool = False) -> None:
     command.add_argument(
         "--model", required=True, nargs="+" if several else None, help=EXPECTED + several_of_them
     )
-    add_hub_flags(command)
+    add_flags(command, EngineConfig, "revision download_dir")
 
 
 def add_model_or_shape(command: ArgumentParser) -> None:
@@ -127,7 +127,7 @@ def add_model_or_shape(command: ArgumentParser) -> None:
     source = command.add_mutually_exclusive_group(required=True)
     source.add_argument("--model", help=EXPECTED)
     add_shape(source)
-    add_hub_flags(command)
+    add_flags(command, EngineConfig, "revision download_dir")
 
 
 def add_shape(command: Any, default: str | None = None) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from argparse import BooleanOptionalAction
 
-from qrt.cli import ArgumentParser, add_download_dir, add_hub_flags
-from qrt.config import ALL_REDUCE_DTYPES, ALL_REDUCES
+from qrt.cli import ArgumentParser, add_flags
+from qrt.config import EngineConfig
 from qrt.quant.kv import KV_FORMATS
 from qrt_eval.flags import shared as flags
 from qrt_eval.speed.kernels.row import OPS
@@ -126,7 +126,7 @@ def add_serve(command: ArgumentParser) -> None:
         metavar="MODEL",
         help="folder or ORG/NAME of the tokenizer for the prompts (default: the model's)",
     )
-    add_download_dir(command)
+    add_flags(command, EngineConfig, "download_dir")
     text = "bearer token; visible in the process list, so prefer QRT_API_KEY (default: QRT_API_KEY's)"
     command.add_argument("--api-key", metavar="KEY", help=text)
     command.add_argument(
@@ -239,7 +239,7 @@ def add_kernels(command: ArgumentParser) -> None:
         help="instead, print which kernel runs each product, and why, by tokens per step",
     )
     command.add_argument("--model", help=f"with --explain, instead of --shape: {flags.EXPECTED}")
-    add_hub_flags(command)
+    add_flags(command, EngineConfig, "revision download_dir")
     flags.add_several(
         instead,
         "--tune",
@@ -261,7 +261,7 @@ def add_grammar(command: ArgumentParser) -> None:
         metavar="MODEL",
         help="folder or ORG/NAME of the tokenizer (default: tiny)",
     )
-    add_download_dir(command)
+    add_flags(command, EngineConfig, "download_dir")
     command.add_argument(
         "--vocab-size",
         type=flags.positive,
@@ -284,16 +284,6 @@ def _add_model_or_shape(command: ArgumentParser) -> None:
         choices=(8, 16),
         help="bits of the head with --shape; 8 is int8 (default: 16)",
     )
-    command.add_argument(
-        *("--tensor-parallel-size", "-tp"),
-        type=flags.positive,
-        default=1,
-        metavar="N",
-        help="GPUs that share the model",
-    )
-    for names, choices in (
-        (("--all-reduce", "--exchange"), ALL_REDUCES),
-        (("--all-reduce-dtype", "--exchange-dtype"), ALL_REDUCE_DTYPES),
-    ):
-        command.add_argument(*names, default="auto", choices=choices, help="as in qrt-serve")
+    add_flags(command, EngineConfig, "tensor_parallel_size", type=flags.positive)
+    add_flags(command, EngineConfig, "all_reduce all_reduce_dtype")
     flags.add_kv(command)

@@ -58,7 +58,7 @@ def server_config(arguments: Namespace) -> ServerConfig:
     server = ServerConfig(
         **{
             **_given(arguments, ServerConfig),
-            "model_names": tuple(arguments.served_model_name or (api_name(_model(arguments)),)),
+            "model_names": tuple(arguments.model_names or (api_name(_model(arguments)),)),
             "api_keys": tuple(_keys(arguments)),
             "allowed_origins": tuple(origin for word in arguments.allowed_origins for origin in word),
             "chat_template": _chat_template(arguments.chat_template),
@@ -81,7 +81,7 @@ def _model(arguments: Namespace) -> str:
 
 
 def _keys(arguments: Namespace) -> list[str]:
-    keys = list(arguments.api_key)
+    keys = list(arguments.api_keys)
     if arguments.api_key_file:
         text = _read("--api-key-file", arguments.api_key_file)
         lines = [line.strip() for line in text.splitlines() if line.strip()]

@@ -22,7 +22,8 @@ def parser() -> ArgumentParser:
     top = ArgumentParser(
         prog="qrt-serve",
         description="Serve a model over an OpenAI-compatible API. GET /health and /readiness answer 503 "
-        "until the model is loaded; /liveness answers 200 at once.",
+        "until the model is loaded; /liveness answers 200 at once. Integers may end in k, m or g (powers of "
+        "1000), or in K, M or G (of 1024), such as 32K.",
         add_help=False,
     )
     top.add_argument("model_path", nargs="?", metavar="MODEL", help=EXPECTED)

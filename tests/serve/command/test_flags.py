@@ -105,11 +105,16 @@ def test_every_peer_flag_is_known_or_answered(name, capsys):
 def test_every_setting_has_a_flag():
     """What a config has and no flag sets would be out of a user's reach."""
     reachable = {action.dest for action in parser()._actions}
-    named_otherwise = {"model_names": "served_model_name", "api_keys": "api_key"}
     for config in (EngineConfig, ServerConfig):
         for field in fields(config):
-            dest = named_otherwise.get(field.name, field.name)
-            assert dest in reachable, field.name
+            assert field.name in reachable, field.name
+            assert f"\n{field.name} " in config.__doc__, "its meaning is in the docstring"
+
+
+def test_a_docstring_names_fields_where_a_flag_names_flags():
+    assert "what `gpu_memory_utilization` leaves" in EngineConfig.__doc__
+    flag = parser()._option_string_actions["--kv-cache-memory-bytes"]
+    assert "what --gpu-memory-utilization leaves" in flag.help
 
 
 def test_the_module_runs():
@@ -163,7 +168,7 @@ def test_wrong_config_files_are_one_line(text, message, tmp_path, capsys):
         ("--max-modellen 3", "unknown flag --max-modellen; did you mean '--max-model-len'?"),
         ("--trust_remote_code", "--trust-remote-code: qrt never runs a model's own code"),
         ("--pipeline-parallel-size 2", "GPUs of one host"),
-        ("--tp two", "invalid int value"),
+        ("--tp two", "expected a number such as 4096, 32k or 32K, got 'two'"),
         ("--tokenizer-mode", "fast tokenizers only"),
         ("--max-model-len 4x", "expected a number such as 4096, 32k or 32K"),
         ('--allowed-origins ["*"', """--allowed-origins: expected a JSON list such as ["*"], got '["*"'"""),
