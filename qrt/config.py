@@ -131,7 +131,7 @@ class EngineConfig:
     device: str | None = setting(None, help="cuda, cuda:N or cpu (default: cuda if there is a GPU)")
     tensor_parallel_size: int = setting(
         1, "-tp", "--tp", "--tp-size", metavar="N",
-        help="number of GPUs that share the model, counted from --device on",
+        help="number of GPUs that share the model, counted from the device on",
     )  # fmt: skip
     all_reduce: str = setting(
         "auto", "--exchange", choices=("auto", "peer", "nccl"),  # its name until 0.2

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 
-from qrt.cli import ArgumentParser
+from qrt.cli import ArgumentParser, add_flags
+from qrt.config import EngineConfig
 from qrt.quant.kv import KV_FORMATS
 from qrt_eval.flags import shared as flags
 
@@ -41,9 +42,7 @@ def add_kld(command: ArgumentParser) -> None:
     )
     flags.add_windows(command)
     command.set_defaults(protocol=None)  # gptq, or that of --base-file
-    command.add_argument(
-        "--chunk", type=flags.positive, default=2048, metavar="TOKENS", help="tokens of a prefill step"
-    )
+    flags.add_count(command, "--chunk", "TOKENS", "tokens of a prefill step", 2048)
     command.add_argument(
         "--top-p",
         type=flags.number("above 0 and at most 1", lambda p: 0 < p <= 1),
@@ -71,9 +70,7 @@ def add_answers(command: ArgumentParser) -> None:
         help="one user message per line, or rows of prompts or chats (default: 20 that qrt brings)",
     )
     flags.add_limit(command, "conversations")
-    command.add_argument(
-        "--max-tokens", type=flags.positive, default=256, metavar="TOKENS", help="most tokens of an answer"
-    )
+    flags.add_count(command, "--max-tokens", "TOKENS", "most tokens of an answer", 256)
     command.add_argument(
         "--near-tie",
         type=flags.above_0,
@@ -103,12 +100,7 @@ def add_lm(command: ArgumentParser) -> None:
     )
     flags.add_limit(command, "documents of each task")
     command.add_argument("--apply-chat-template", action="store_true", help="ask through the chat template")
-    command.add_argument(
-        "--max-model-len",
-        type=flags.positive,
-        metavar="TOKENS",
-        help="most tokens of a request (default: the model's context)",
-    )
+    add_flags(command, EngineConfig, "max_model_len", type=flags.positive, aliases=())
     flags.add_dtype(command)
     flags.add_json(command)
 
@@ -126,9 +118,7 @@ def add_passkey(command: ArgumentParser) -> None:
         metavar="D",
         help="share of the context that stands before the key",
     )
-    command.add_argument(
-        "--trials", type=flags.positive, default=4, metavar="N", help="keys per length and depth"
-    )
+    flags.add_count(command, "--trials", "N", "keys per length and depth", 4)
     flags.add_dtype(command)
     flags.add_seed(command, "the keys")
     flags.add_json(command)
@@ -143,7 +133,7 @@ def add_kv_error(command: ArgumentParser) -> None:
         ("num-heads", 4, "query heads"),
         ("num-kv-heads", 1, "KV heads"),
     ):
-        command.add_argument(f"--{name}", type=flags.positive, default=default, metavar="N", help=what)
+        flags.add_count(command, f"--{name}", "N", what, default)
     flags.add_seed(command, "the heads")
     flags.add_json(command)
 

@@ -153,36 +153,27 @@ def add_kvs(command: ArgumentParser, default: Sequence[str], choices: Sequence[s
     add_several(command, "--kv", one_of(choices), default=list(default), metavar="FORMAT", help=text)
 
 
+def add_count(
+    command: ArgumentParser, name: str, metavar: str, text: str, default: int | None = None
+) -> None:
+    """Add a flag that takes one integer of at least 1."""
+    command.add_argument(name, type=positive, default=default, metavar=metavar, help=text)
+
+
 def add_dtype(command: ArgumentParser) -> None:
     """Add --dtype, the type of activations."""
-    command.add_argument(
-        "--dtype",
-        default="auto",
-        choices=DTYPES,
-        help="dtype of activations; auto is the checkpoint's on a GPU and float32 on a CPU",
-    )
+    add_flags(command, EngineConfig, "dtype", choices=DTYPES, aliases=())
 
 
-def add_batch(command: ArgumentParser, default: int | list[int], what: str = "requests") -> None:
-    """Add --batch. With a list as its default it takes several batch sizes, measured one after the other."""
-    kind: dict[str, Any] = {"default": default, "metavar": "N", "help": f"{what} that run at once"}
-    if isinstance(default, list):
-        add_several(command, "--batch", positive, **kind)
-    else:
-        command.add_argument("--batch", type=positive, **kind)
+def add_batch(command: ArgumentParser, default: int, what: str = "requests") -> None:
+    """Add --batch, the number of requests that run at once."""
+    add_count(command, "--batch", "N", f"{what} that run at once", default)
 
 
 def add_lengths(command: ArgumentParser, input_len: int, output_len: int) -> None:
     """Add --input-len and --output-len, the lengths of the requests that are timed."""
-    for name, default, what in (("input", input_len, "of each prompt"), ("output", output_len, "to decode")):
-        command.add_argument(
-            f"--{name}-len", type=positive, default=default, metavar="TOKENS", help=f"tokens {what}"
-        )
-
-
-def add_num_prompts(command: ArgumentParser, text: str) -> None:
-    """Add --num-prompts, the number of requests."""
-    command.add_argument("--num-prompts", type=positive, metavar="N", help=text)
+    add_count(command, "--input-len", "TOKENS", "tokens of each prompt", input_len)
+    add_count(command, "--output-len", "TOKENS", "tokens to decode", output_len)
 
 
 def add_requests(command: ArgumentParser) -> None:
@@ -190,48 +181,27 @@ def add_requests(command: ArgumentParser) -> None:
     command.add_argument(
         "--prompts", metavar="FILE", help="one prompt per line, or .jsonl (default: random tokens)"
     )
-    command.add_argument(
-        "--input-len", type=positive, metavar="TOKENS", help=f"tokens of each prompt (default: {INPUT_LEN})"
-    )
+    add_count(command, "--input-len", "TOKENS", f"tokens of each prompt (default: {INPUT_LEN})")
     text = f"tokens to decode, also for the prompts of --lengths FILE (default: {OUTPUT_LEN})"
-    command.add_argument("--output-len", type=positive, metavar="TOKENS", help=text)
+    add_count(command, "--output-len", "TOKENS", text)
 
 
 def add_limits(command: ArgumentParser) -> None:
-    """Add the engine's limits, with the names that qrt-serve uses."""
-    command.add_argument(
-        "--max-num-seqs",
-        type=positive,
-        metavar="N",
-        help="most requests that run at once (default: the largest --batch, or the engine's with --lengths)",
-    )
-    command.add_argument(
-        "--max-num-batched-tokens", type=positive, default=8192, metavar="N", help="most tokens of a step"
-    )
-    command.add_argument(
-        "--max-model-len",
-        type=positive,
-        metavar="TOKENS",
-        help="most tokens of a request (default: those of the longest one)",
-    )
-    command.add_argument(
-        "--gpu-memory-utilization",
-        type=number("above 0 and at most 1", lambda share: 0 < share <= 1),
-        metavar="SHARE",
-        help="share of the GPU's memory to use (default: 0.9)",
-    )
-    command.add_argument("--enforce-eager", action="store_true", help="do not use CUDA graphs")
+    """Add the engine's limits, by vLLM's names alone."""
+    sizes: dict[str, Any] = {"type": positive, "aliases": ()}
+    text = "maximum number of requests that run at once (default: the largest --batch, or the engine's with "
+    add_flags(command, EngineConfig, "max_num_seqs", **sizes, help=text + "--lengths)")
+    add_flags(command, EngineConfig, "max_num_batched_tokens", **sizes)
+    text = "maximum number of tokens of a request (default: those of the longest one)"
+    add_flags(command, EngineConfig, "max_model_len", **sizes, help=text)
+    share = number("above 0 and at most 1", lambda share: 0 < share <= 1)
+    add_flags(command, EngineConfig, "gpu_memory_utilization", type=share, aliases=())
+    add_flags(command, EngineConfig, "enforce_eager", aliases=())
 
 
 def add_repeats(command: ArgumentParser, default: int | None = 3, text: str = "") -> None:
     """Add --repeats, the number of timed runs."""
-    command.add_argument(
-        "--repeats",
-        type=positive,
-        default=default,
-        metavar="N",
-        help=f"runs, of which the median counts{text}",
-    )
+    add_count(command, "--repeats", "N", f"runs, of which the median counts{text}", default)
 
 
 def add_context(command: ArgumentParser, default: list[int] | None = None) -> None:
@@ -265,13 +235,9 @@ def add_windows(command: ArgumentParser, seqlen: int | None = None, limit: int |
     text = "tokens of a window" + (
         "" if seqlen else " (default: the protocol's, limited to the models' context)"
     )
-    command.add_argument("--seqlen", type=positive, default=seqlen, metavar="TOKENS", help=text)
-    command.add_argument(
-        "--stride",
-        type=positive,
-        metavar="TOKENS",
-        help="new tokens per window with --protocol sliding (default: 512, at most --seqlen - 1)",
-    )
+    add_count(command, "--seqlen", "TOKENS", text, seqlen)
+    text = "new tokens per window with --protocol sliding (default: 512, at most --seqlen - 1)"
+    add_count(command, "--stride", "TOKENS", text)
     add_limit(command, "windows (lmeval: documents)", limit)
     command.add_argument(
         "--data-file",

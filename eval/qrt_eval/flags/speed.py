@@ -42,15 +42,9 @@ def add_sweep(command: ArgumentParser) -> None:
         metavar="GIB",
         help="GPU memory of the server, to count the requests that fit",
     )
-    command.add_argument(
-        "--context",
-        type=flags.positive,
-        default=8192,
-        metavar="TOKENS",
-        help="length of each of those requests",
-    )
+    flags.add_count(command, "--context", "TOKENS", "length of each of those requests", 8192)
     flags.add_batch(command, 32)
-    flags.add_num_prompts(command, "requests per cell (default: twice the batch)")
+    flags.add_count(command, "--num-prompts", "N", "requests per cell (default: twice the batch)")
     flags.add_lengths(command, 128, 64)
     flags.add_repeats(command)
     flags.add_seed(command, "the random prompts")
@@ -59,7 +53,8 @@ def add_sweep(command: ArgumentParser) -> None:
 def add_latency(command: ArgumentParser) -> None:
     """Add the flags of `qrt-eval latency`."""
     _add_model_or_shape(command)
-    flags.add_batch(command, [1])
+    text = "requests that run at once"
+    flags.add_several(command, "--batch", flags.positive, default=[1], metavar="N", help=text)
     flags.add_lengths(command, 1024, 64)
     command.add_argument(
         "--compare",
@@ -87,7 +82,7 @@ def add_throughput(command: ArgumentParser) -> None:
         help="requests in flight, without --lengths (default: 1 8 32)",
     )
     text = "requests (default: twice the batch; sharegpt 1000, long 64, IN/OUT 3x what runs, FILE all)"
-    flags.add_num_prompts(command, text)
+    flags.add_count(command, "--num-prompts", "N", text)
     flags.add_requests(command)
     flags.add_limits(command)
     command.add_argument(
@@ -121,12 +116,7 @@ def add_serve(command: ArgumentParser) -> None:
     command.add_argument(
         "--model", metavar="NAME", help="model, by the server's name for it (default: the server's first)"
     )
-    command.add_argument(
-        "--tokenizer",
-        metavar="MODEL",
-        help="folder or ORG/NAME of the tokenizer for the prompts (default: the model's)",
-    )
-    add_flags(command, EngineConfig, "download_dir")
+    add_flags(command, EngineConfig, "tokenizer download_dir")
     text = "bearer token; visible in the process list, so prefer QRT_API_KEY (default: QRT_API_KEY's)"
     command.add_argument("--api-key", metavar="KEY", help=text)
     command.add_argument(
@@ -134,7 +124,7 @@ def add_serve(command: ArgumentParser) -> None:
         metavar="LENGTHS",
         help=f"{flags.LENGTHS}; sets --ignore-eos (default: --input-len and --output-len)",
     )
-    flags.add_num_prompts(command, "requests in all (default: 1000; long 64, FILE all)")
+    flags.add_count(command, "--num-prompts", "N", "requests in all (default: 1000; long 64, FILE all)")
     flags.add_requests(command)
     command.add_argument(
         "--ignore-eos", action="store_true", help="ask for all output tokens, even after end-of-text"
@@ -168,19 +158,8 @@ def _add_arrivals(command: ArgumentParser) -> None:
         metavar="B",
         help="1 is a Poisson process, less is burstier",
     )
-    command.add_argument(
-        "--max-concurrency",
-        type=flags.positive,
-        metavar="N",
-        help="most requests at once (default: no limit)",
-    )
-    command.add_argument(
-        "--processes",
-        type=flags.positive,
-        default=1,
-        metavar="N",
-        help="processes that send requests and read answers",
-    )
+    flags.add_count(command, "--max-concurrency", "N", "most requests at once (default: no limit)")
+    flags.add_count(command, "--processes", "N", "processes that send requests and read answers", 1)
 
 
 def _add_metrics(command: ArgumentParser) -> None:
@@ -255,19 +234,10 @@ def add_grammar(command: ArgumentParser) -> None:
     command.add_argument(
         "schemas", metavar="FOLDER", help="files of MaskBench (jsonschemabench), or JSON schemas"
     )
-    command.add_argument(
-        "--tokenizer",
-        default="tiny",
-        metavar="MODEL",
-        help="folder or ORG/NAME of the tokenizer (default: tiny)",
-    )
+    text = "folder or ORG/NAME of the tokenizer"
+    add_flags(command, EngineConfig, "tokenizer", default="tiny", help=text)
     add_flags(command, EngineConfig, "download_dir")
-    command.add_argument(
-        "--vocab-size",
-        type=flags.positive,
-        metavar="N",
-        help="logits of the model (default: the tokenizer's ids)",
-    )
+    flags.add_count(command, "--vocab-size", "N", "logits of the model (default: the tokenizer's ids)")
     flags.add_limit(command, "schemas, drawn by --seed")
     flags.add_seed(command, "the schemas that --limit takes")
     flags.add_json(command)
