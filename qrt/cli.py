@@ -87,10 +87,10 @@ def add_flags(group: argparse._ActionsContainer, config: type, names: str, **cha
     known = {own.name: own for own in fields(config)}
     for own in (known[name] for name in names.split()):
         default = None if own.default is MISSING else own.default
-        how = {"default": default, **_kind(str(own.type), default), **own.metadata, **changes}
+        usual = {"dest": own.name, "default": default, **_kind(str(own.type), default)}
+        how = {**usual, **own.metadata, **changes}
         flag, aliases = how.pop("flag") or f"--{own.name.replace('_', '-')}", how.pop("aliases")
-        given = {name: value for name, value in how.items() if value is not None}
-        group.add_argument(flag, *aliases, dest=own.name, **given)
+        group.add_argument(flag, *aliases, **{key: value for key, value in how.items() if value is not None})
 
 
 def _kind(annotation: str, default: Any) -> dict[str, Any]:

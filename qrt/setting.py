@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import field, fields
+from inspect import cleandoc
 from typing import Any, TypeVar
 
 Class = TypeVar("Class", bound=type)
@@ -34,7 +35,7 @@ def documented(config: Class) -> Class:
     meanings = {own.name: own.metadata["help"] for own in fields(config) if own.metadata}
     width = max(map(len, meanings)) + 2
     rows = [f"{name:{width}}{_of_field(text)}" for name, text in meanings.items()]
-    config.__doc__ = "\n".join([config.__doc__ or "", "", *rows])
+    config.__doc__ = "\n".join([cleandoc(config.__doc__ or ""), "", *rows])
     return config
 
 

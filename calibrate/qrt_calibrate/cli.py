@@ -6,6 +6,7 @@ import logging
 import sys
 import time
 from argparse import Namespace
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,8 +15,6 @@ from qrt.config import EngineConfig
 from qrt.model_files.location import EXPECTED, short_name
 
 if TYPE_CHECKING:
-    from argparse import _ArgumentGroup
-
     from qrt_calibrate.recipe.recipe import Recipe
 
 WIDTH = 110  # columns of the table when the output is a file or a pipe
@@ -33,7 +32,10 @@ def _main(words: list[str]) -> int:
         from qrt_calibrate import convert
 
         return convert.main(words[1:])
-    _run(_parser().parse_args(words))
+    from qrt_calibrate.recipe.recipe import Recipe
+
+    unset = Namespace(override=None, **dict.fromkeys(own.name for own in fields(Recipe)))
+    _run(_parser().parse_args(words, unset))  # flags that are not given stay None: a recipe file may set them
     return 0
 
 
@@ -77,7 +79,7 @@ def _parser() -> ArgumentParser:
 
 def _add_grid(parser: ArgumentParser) -> None:
     from qrt.quant.weight import quantized, weight_only
-    from qrt.quant.weight.head import HEAD_BITS
+    from qrt_calibrate.recipe.recipe import Recipe
 
     grid = parser.add_argument_group("format")
     add = grid.add_argument
@@ -91,11 +93,7 @@ def _add_grid(parser: ArgumentParser) -> None:
         help="inputs that share a scale; -1: all of an output channel (default: the largest of 128, 64 "
         "and 32 that divides the inputs of every Linear to quantize)",
     )  # fmt: skip
-    add(
-        "--head-bits", type=int, choices=HEAD_BITS,
-        help="8: round the head to int8 too, to nearest, with one scale per channel; a head tied to the "
-        "embedding becomes a tensor of its own (default: 16)",
-    )  # fmt: skip
+    add_flags(grid, Recipe, "head_bits")
     symmetric, asymmetric = (
         ", ".join(name for name, spec in specs.items() if spec.symmetric is kind) for kind in (True, False)
     )
@@ -108,79 +106,18 @@ def _add_grid(parser: ArgumentParser) -> None:
         "--asym", action="store_const", const=False, dest="symmetric",
         help=f"store zero points (default for {asymmetric})",
     )  # fmt: skip
-    _add_choice_of_linears(grid)
-
-
-def _add_choice_of_linears(grid: _ArgumentGroup) -> None:
-    """Add the flags that give some Linears another grid than --scheme."""
-    grid.add_argument(
-        "--ignore", action="extend", nargs="+", metavar="PATTERN",
-        help="leave these Linears unquantized. A pattern is a glob that matches the full name, or its end "
-        "from a dot on (down_proj), or re:<regex> (default: none)",
-    )  # fmt: skip
-    grid.add_argument(
-        "--override", action="extend", nargs="+", metavar="PATTERN=SCHEME",
-        help="give these Linears another scheme with its default grid, or fp16; the last match "
-        "wins (default: none)",
-    )  # fmt: skip
-    budget = grid.add_mutually_exclusive_group()
-    budget.add_argument(
-        "--target-bits", type=float, metavar="B",
-        help="choose 4, 8 or 16 bits for each fused Linear by its measured cost, with at most B bits per "
-        "weight on average. The average is over all Linears in the layers, ignored ones too, with their "
-        "scales and zero points; embedding, head, norms and biases do not count (default: no budget, every "
-        "Linear gets --scheme)",
-    )  # fmt: skip
-    budget.add_argument(
-        "--max-size", type=float, metavar="GB",
-        help="choose bits as --target-bits does, with a budget for the result: 10^9 bytes for all "
-        "its tensors, embedding and head included, as total_size of the index and the report count them "
-        "(default: no budget)",
-    )  # fmt: skip
+    add_flags(grid, Recipe, "ignore", action="extend")
+    add_flags(grid, Recipe, "overrides", action="extend", dest="override")
+    add_flags(grid.add_mutually_exclusive_group(), Recipe, "target_bits max_size")
 
 
 def _add_method(parser: ArgumentParser) -> None:
-    from qrt.quant.weight import WEIGHT_SCHEMES, quantized
-    from qrt.text.data.files import KINDS
-    from qrt_calibrate.recipe.method import METHODS
     from qrt_calibrate.recipe.recipe import Recipe
 
-    usual = ", ".join(f"{WEIGHT_SCHEMES[name].method} for {name}" for name in quantized())
-    add = parser.add_argument_group("method").add_argument
-    add(
-        "--method", choices=METHODS,
-        help="how weights are rounded. rtn reads no text, unless --eval-samples, --target-bits or --max-size "
-        f"asks for a measurement (default: {usual})",
-    )  # fmt: skip
-    add(
-        "--calib", metavar="DATA",
-        help=f"calibration data: a file of {KINDS}; a folder of such files; or a dataset of the Hub, "
-        "ORG/NAME[@REVISION][:CONFIG[:SPLIT]]. A row holds a text, a chat, or a question and its answer "
-        "(default: Python's own docstrings)",
-    )  # fmt: skip
-    for flag, kind, field, what in (
-        ("--n-samples", int, "n_samples", "number of windows of calibration text"),
-        ("--seqlen", int, "seqlen", "tokens per window"),
-        ("--seed", int, "seed", "seed that chooses the windows"),
-        ("--damp", float, "damping", "share of the Hessian's mean diagonal that GPTQ adds to the diagonal"),
-    ):
-        add(flag, type=kind, dest=field, help=f"{what} (default: {getattr(Recipe, field)})", metavar="N")
-    add(
-        "--eval-samples", type=int, metavar="N",
-        help="number of further windows on which the result is compared with the original; 0: none "
-        f"(default: {Recipe.eval_samples}; 0 for rtn)",
-    )  # fmt: skip
-    add(
-        "--moe-calibrate-all-experts", action="store_const", const=True,
-        help="calibrate every expert of a mixture with all tokens (default: with the tokens that the router "
-        "sends to it and, where these are few, those that come closest)",
-    )  # fmt: skip
-    add(
-        "--tune", type=int, metavar="STEPS",
-        help="after rounding, train codes, scales and norms of the whole model for STEPS steps, on text that "
-        "the original model writes. Use hundreds of steps and a GPU (default: 0)",
-    )  # fmt: skip
-    add(
+    group = parser.add_argument_group("method")
+    names = "method calib n_samples seqlen seed damping eval_samples moe_calibrate_all_experts tune"
+    add_flags(group, Recipe, names)
+    group.add_argument(
         "--no-exact-fold", action="store_const", const=False, dest="exact_folds",
         help="allow channel scales that are not powers of two, which round norms and biases (default: powers "
         "of two only)",

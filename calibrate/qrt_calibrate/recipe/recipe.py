@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from qrt.errors import ConfigError
 from qrt.quant.spec import Granularity, QuantSpec
-from qrt.quant.weight import WEIGHT_SCHEMES, by_bits, weight_only
-from qrt.quant.weight.head import head_grid
+from qrt.quant.weight import WEIGHT_SCHEMES, by_bits, quantized, weight_only
+from qrt.quant.weight.head import HEAD_BITS, head_grid
+from qrt.setting import documented, setting, told
+from qrt.text.data.files import KINDS
 from qrt.version import __version__
 from qrt_calibrate.recipe.method import METHODS, Method
 
 UNQUANTIZED = "fp16"
+_USUAL = ", ".join(f"{WEIGHT_SCHEMES[name].method} for {name}" for name in quantized())
 
 
 @dataclass(frozen=True)
@@ -45,49 +48,85 @@ class Override:
     grid: LinearRecipe | None
 
 
+@documented
 @dataclass(frozen=True)
 class Recipe:
     """Scheme and grid, method, Linears that differ, and the amount of calibration text.
 
-    head_bits     16: the head stays unquantized; 8: it is rounded to nearest (`qrt.quant.weight.head`)
-    ignore        Linears that stay unquantized: globs over names, whole or from any dot ("down_proj",
-                  "model.layers.0.*"), or "re:<regex>" from the name's start
-    overrides     Linears on other grids; the last one that matches wins
-    calib         data file, folder of data files, or name of a dataset; None is the default text
-    n_samples     number of windows of `seqlen` tokens, chosen with `seed`
-    eval_samples  number of further windows on which the result is compared with the original; 0: none, the
-                  default of `recipe_of` for a method that needs no text
-    damping       share of the Hessian's mean diagonal that GPTQ adds to the diagonal; with less it fits noise
-    exact_folds   channel scales are powers of two, so that folds change no bit of the unquantized model
-    moe_calibrate_all_experts
-                  every expert of a mixture is calibrated with all tokens; otherwise with those sent to it
-    tune          steps that train codes, scales and norms end to end afterwards (`qrt_calibrate.tuning`)
-    target_bits   most bits per weight of the result, as `sizes.bits_per_weight` counts; each fused Linear
-                  gets 4, 8 or 16 by its cost. None: all have the grid, unless max_size is given
-    max_size      most GB (10^9 bytes) of all tensors of the result: the same choice under another budget
     zeros_asked   the user chose the grid's symmetry; otherwise a mixture of experts is symmetric
     group_open    the user named no group size for the grid, so `plan` chooses one that divides the inputs
     """
 
     scheme: str
     spec: QuantSpec
-    method: str
-    ignore: tuple[str, ...] = ()
-    overrides: tuple[Override, ...] = ()
-    calib: str | None = None
-    n_samples: int = 128
-    seqlen: int = 512
-    eval_samples: int = 8
-    seed: int = 0
-    damping: float = 0.1
-    exact_folds: bool = True
-    moe_calibrate_all_experts: bool = False
-    tune: int = 0
-    target_bits: float | None = None
-    max_size: float | None = None
+    method: str = field(
+        metadata=told(
+            choices=tuple(METHODS),
+            help="how weights are rounded. rtn reads no text, unless --eval-samples, --target-bits or "
+            f"--max-size asks for a measurement (default: {_USUAL})",
+        )
+    )
+    ignore: tuple[str, ...] = setting(
+        (), metavar="PATTERN",
+        help="leave these Linears unquantized. A pattern is a glob that matches the full name, or its end "
+        "from a dot on (down_proj), or re:<regex> (default: none)",
+    )  # fmt: skip
+    overrides: tuple[Override, ...] = setting(
+        (), flag="--override", metavar="PATTERN=SCHEME",
+        help="give these Linears another scheme with its default grid, or fp16; the last match wins "
+        "(default: none)",
+    )  # fmt: skip
+    calib: str | None = setting(
+        None, metavar="DATA",
+        help=f"calibration data: a file of {KINDS}; a folder of such files; or a dataset of the Hub, "
+        "ORG/NAME[@REVISION][:CONFIG[:SPLIT]]. A row holds a text, a chat, or a question and its answer "
+        "(default: Python's own docstrings)",
+    )  # fmt: skip
+    n_samples: int = setting(128, metavar="N", help="number of windows of calibration text")
+    seqlen: int = setting(512, metavar="N", help="tokens per window")
+    eval_samples: int = setting(
+        8, metavar="N",
+        help="number of further windows on which the result is compared with the original; 0: none (default: "
+        "8; 0 for rtn)",
+    )  # fmt: skip
+    seed: int = setting(0, metavar="N", help="seed that chooses the windows")
+    damping: float = setting(
+        0.1, flag="--damp", metavar="N",
+        help="share of the Hessian's mean diagonal that GPTQ adds to the diagonal; with less it fits noise",
+    )  # fmt: skip
+    exact_folds: bool = setting(
+        True, help="channel scales are powers of two, so that folds change no bit of the unquantized model"
+    )
+    moe_calibrate_all_experts: bool = setting(
+        False,
+        help="calibrate every expert of a mixture with all tokens (default: with the tokens that the router "
+        "sends to it and, where these are few, those that come closest)",
+    )  # fmt: skip
+    tune: int = setting(
+        0, metavar="STEPS",
+        help="after rounding, train codes, scales and norms of the whole model for STEPS steps, on text that "
+        "the original model writes. Use hundreds of steps and a GPU",
+    )  # fmt: skip
+    target_bits: float | None = setting(
+        None, metavar="B",
+        help="choose 4, 8 or 16 bits for each fused Linear by its measured cost, with at most B bits per "
+        "weight on average. The average is over all Linears in the layers, ignored ones too, with their "
+        "scales and zero points; embedding, head, norms and biases do not count (default: no budget, every "
+        "Linear gets --scheme)",
+    )  # fmt: skip
+    max_size: float | None = setting(
+        None, metavar="GB",
+        help="choose bits as --target-bits does, with a budget for the result: 10^9 bytes for all "
+        "its tensors, embedding and head included, as total_size of the index and the report count them "
+        "(default: no budget)",
+    )  # fmt: skip
     zeros_asked: bool = False
     group_open: bool = False
-    head_bits: int = 16
+    head_bits: int = setting(
+        16, choices=HEAD_BITS,
+        help="8: round the head to int8 too, to nearest, with one scale per channel; a head tied to the "
+        "embedding becomes a tensor of its own",
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:

@@ -13,6 +13,7 @@ override:              # the last one that matches wins
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +32,12 @@ from qrt_calibrate.recipe.recipe import (
     scheme_of,
 )
 
-PLAIN: dict[str, type | tuple[type, ...]] = {  # entries that go into the recipe as they are
-    "method": str, "calib": str, "n_samples": int, "seqlen": int, "eval_samples": int, "seed": int,
-    "damping": (int, float), "exact_folds": bool, "moe_calibrate_all_experts": bool, "tune": int,
-    "head_bits": int,
-    "target_bits": (int, float), "max_size": (int, float),
-}  # fmt: skip
+TYPES: dict[str, type | tuple[type, ...]] = {"str": str, "int": int, "bool": bool, "float": (int, float)}
+PLAIN = {  # entries that go into the recipe as they are
+    own.name: TYPES[kind]
+    for own in fields(Recipe)
+    if own.metadata and (kind := str(own.type).removesuffix(" | None")) in TYPES
+}
 GRID: dict[str, type | tuple[type, ...]] = {"bits": int, "scheme": str, "group_size": int, "symmetric": bool}
 LISTS = ("ignore", "override")
 ALIASES = {"damp": "damping", "sym": "symmetric"}  # flags' names that are not the entry's
