@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
+from itertools import chain, islice
 from typing import Any, TextIO
 
 from qrt.errors import ConfigError
@@ -11,7 +13,8 @@ from qrt.text.data.chats import is_conversation, is_row
 
 CHUNK = 2**20  # characters read at once
 CUT = 16  # an error this close to a chunk's end may come from the cut
-LONGEST_CUT = len(".e+")  # a number this close to a chunk's end may continue in the next chunk
+_VISIBLE = re.compile(r"\S")
+_OPENING = re.compile(r"\s*(\[\s*\]|\[|)")  # an empty list, a list, or neither
 _DECODER = json.JSONDecoder(strict=False)  # allows control characters, such as a tab, inside a string
 
 
@@ -28,70 +31,24 @@ def read_json_rows(stream: TextIO, lines: bool, where: str) -> Iterator[Any]:
     lines   whether the suffix promises one value per line
     where   names the file in errors
     """
-    buffer = _Buffer(stream)
-    first = buffer.peek()
-    if first == "[" and not buffer.begins_with_lines():
-        return _elements(buffer, where)
-    if first == "{" and not lines and not buffer.begins_with_lines():
-        return _of_object(buffer, where)
-    return _lines(buffer, where)
+    head = ""
+    while not head.strip() and (line := stream.readline(CHUNK)):
+        head += line
+    after = stream.read(CHUNK)
+    begins_with_lines = head.endswith("\n") and after.strip() and not isinstance(_decode(head), Broken)
+    if not begins_with_lines and head.lstrip().startswith("[" if lines else ("[", "{")):
+        values = _values(head + after, stream, where)
+        first = list(islice(values, 2))
+        yield from _rows_in(first[0], where) if len(first) == 1 and head.lstrip()[0] == "{" else first
+        yield from values
+    else:  # only "\n" ends a line: JSON strings may hold U+2028 and others
+        *whole, cut = (head + after).split("\n")
+        yield from _lines(chain(whole, [cut + stream.readline()], stream), where)
 
 
-class _Buffer:
-    """The text that is read and not yet decoded."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-        self.text = ""
-        self.at = 0
-        self.passed = 0  # characters of the file before `text`
-        self.ended = False
-
-    def more(self) -> None:
-        """Read at least as much as is held, so that a long value is decoded only a few times."""
-        self.passed += self.at
-        self.text = self.text[self.at :]
-        new = self._stream.read(max(CHUNK, len(self.text)))
-        self.text, self.at, self.ended = self.text + new, 0, not new
-
-    def peek(self) -> str:
-        """Return the next character that is not a space; "" at the end."""
-        while True:
-            while self.at < len(self.text):
-                if not self.text[self.at].isspace():
-                    return self.text[self.at]
-                self.at += 1
-            if self.ended:
-                return ""
-            self.more()
-
-    def begins_with_lines(self) -> bool:
-        """Return whether the first line is a complete value and more text follows it."""
-        line, _, rest = self.text[self.at :].partition("\n")
-        return bool(rest.strip()) and not isinstance(_decode(line), Broken)
-
-    def value(self) -> Any:
-        """Decode the next value; return a `Broken` where it is not JSON."""
-        while True:
-            try:
-                value, end = _DECODER.raw_decode(self.text, self.at)
-            except json.JSONDecodeError as error:
-                cut = error.msg.startswith("Unterminated string") or error.pos >= len(self.text) - CUT
-                if self.ended or not cut:
-                    reason = "the file ends inside a value" if cut else error.msg
-                    return Broken(f"{reason} at character {self.passed + error.pos + 1}")
-            except (ValueError, RecursionError) as error:
-                return Broken(_reason(error))
-            else:
-                if end + LONGEST_CUT <= len(self.text) or self.ended:
-                    self.at = end
-                    return value
-            self.more()
-
-
-def _decode(text: str) -> Any:
+def _decode(line: str) -> Any:
     try:
-        return _DECODER.decode(text)
+        return _DECODER.decode(line)
     except (ValueError, RecursionError) as error:
         return Broken(f"a line that is not JSON ({_reason(error)})")
 
@@ -102,11 +59,9 @@ def _reason(error: Exception) -> str:
     return error.msg if isinstance(error, json.JSONDecodeError) else str(error).partition(";")[0]
 
 
-def _lines(buffer: _Buffer, where: str) -> Iterator[Any]:
+def _lines(lines: Iterable[str], where: str) -> Iterator[Any]:
     good = broken = 0
-    for line in _split(buffer):
-        if not line.strip():
-            continue
+    for line in filter(str.strip, lines):
         value = _decode(line)
         broken += isinstance(value, Broken)
         good += not isinstance(value, Broken)
@@ -118,39 +73,56 @@ def _lines(buffer: _Buffer, where: str) -> Iterator[Any]:
         )
 
 
-def _split(buffer: _Buffer) -> Iterator[str]:
-    """Yield the lines. Only "\\n" ends one: JSON strings may hold U+2028 and others."""
-    while True:
-        end = buffer.text.find("\n", buffer.at)
-        if end < 0 and not buffer.ended:
-            buffer.more()
-            continue
-        yield buffer.text[buffer.at : end if end >= 0 else None]
-        if end < 0:
-            return
-        buffer.at = end + 1
+def _values(text: str, stream: TextIO, where: str) -> Iterator[Any]:
+    """Yield the elements of a list, or values that follow each other; `text` is what the stream begins with.
 
-
-def _elements(buffer: _Buffer, where: str) -> Iterator[Any]:
-    """Yield the elements of the list that begins here, each decoded on its own."""
-    buffer.at += 1
-    number = 0
-    mark = buffer.peek()
+    Little more than the next value is held. As much is read as is held, so that a long one is decoded only a
+    few times.
+    """
+    opening = _OPENING.match(text)
+    assert opening
+    at, mark = opening.end(), opening[1][-1:]
+    passed, number = 0, 1  # the characters of the file before `text`; the row
+    in_list = bool(mark)
     while mark != "]":
-        number += 1
-        buffer.peek()
-        value = buffer.value()
-        if isinstance(value, Broken):
-            raise _damaged(where, f"row {number} of its list: {value}")
+        try:
+            value, at, mark = _next(text, at, in_list)
+        except (ValueError, RecursionError) as error:
+            if _is_cut(error, text, CUT) and (new := stream.read(max(CHUNK, len(text) - at))):
+                passed, text, at = passed + at, text[at:] + new, 0
+                continue
+            if not in_list and not text[at:].strip():
+                return
+            reason = "the file ends too early" if _is_cut(error, text, 0) else _reason(error)
+            place = passed + getattr(error, "pos", at) + 1
+            raise _damaged(where, f"row {number}: {reason} at character {place}") from None
         yield value
-        mark = buffer.peek()
-        if mark not in (",", "]"):
-            found = repr(mark) if mark else "the end of the file"
-            raise _damaged(where, f"after row {number} of its list: expected , or ], got {found}")
-        buffer.at += mark == ","
-    buffer.at += 1
-    if buffer.peek():
+        number += 1
+    if any(map(str.strip, chain([text[at:]], stream))):
         raise _damaged(where, "text follows its list")
+
+
+def _next(text: str, at: int, in_list: bool) -> tuple[Any, int, str]:
+    """Decode the value at a place; return it, where to go on, and the mark before that in a list."""
+    value, end = _DECODER.raw_decode(text, _visible(text, at))
+    end = _visible(text, end)
+    mark = text[end : end + 1] if in_list else ""
+    if in_list and mark not in (",", "]"):
+        raise json.JSONDecodeError("expected , or ]", text, end)
+    return value, end + len(mark), mark
+
+
+def _visible(text: str, at: int) -> int:
+    """Return where the next character is that is not a space."""
+    found = _VISIBLE.search(text, at)
+    return found.start() if found else len(text)
+
+
+def _is_cut(error: Exception, text: str, margin: int) -> bool:
+    """Return whether an error may come from the end of the text, or from `margin` characters before it."""
+    return isinstance(error, json.JSONDecodeError) and (
+        error.msg.startswith("Unterminated string") or error.pos >= len(text) - margin
+    )
 
 
 def _damaged(where: str, reason: str) -> ConfigError:
@@ -160,21 +132,14 @@ def _damaged(where: str, reason: str) -> ConfigError:
     )
 
 
-def _of_object(buffer: _Buffer, where: str) -> Iterator[Any]:
-    """Yield the rows of an object's one list; without a list, the object and the values that follow.
+def _rows_in(value: Any, where: str) -> list[Any]:
+    """Return the one list of an object; without a list, the object.
 
     An object with a text or a conversation is a row, whatever lists (tags, tools) it has. Texts in a list are
     rows only if the object holds nothing else: those in a config.json are not.
     """
-    value = _whole(buffer, where)
-    if buffer.peek():
-        yield value
-        while buffer.peek():
-            yield _whole(buffer, where)
-        return
     if is_row(value):
-        yield value
-        return
+        return [value]
     lists = [key for key, held in value.items() if isinstance(held, list) and not is_conversation(held)]
     if len(lists) > 1:
         names = ", ".join(map(repr, lists))
@@ -184,11 +149,4 @@ def _of_object(buffer: _Buffer, where: str) -> Iterator[Any]:
         )
     held = value[lists[0]] if lists else []
     rows = len(value) == 1 or all(isinstance(each, dict | list) for each in held)
-    yield from held if lists and rows else [value]
-
-
-def _whole(buffer: _Buffer, where: str) -> Any:
-    value = buffer.value()
-    if isinstance(value, Broken):
-        raise _damaged(where, value)
-    return value
+    return held if lists and rows else [value]
