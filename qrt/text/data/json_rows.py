@@ -1,4 +1,8 @@
-"""Read the rows of JSON files one at a time: a value per line, a list, or an object that holds the list."""
+"""Read the rows of JSON files one at a time: a value per line, a list, or an object that holds the list.
+
+`datasets` is not used: it may make times of dates, gives rows the keys of others, and refuses a file for one
+broken line. Here a row is what `json` makes of it.
+"""
 
 from __future__ import annotations
 

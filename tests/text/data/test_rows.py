@@ -74,6 +74,14 @@ def test_json_lines_under_any_suffix(name, tmp_path):
     assert values(tmp_path / name) == ROWS
 
 
+def test_rows_stay_as_they_are_written(tmp_path):
+    """None takes keys or types from others, as `datasets` would have it."""
+    rows = [{"text": "2024-01-01"}, {"id": "007"}, {"id": 7}, {"messages": [{"content": "12:30:00"}]}]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "a.json").write_text(json.dumps({"data": rows}))
+    assert values(tmp_path / "a.jsonl") == values(tmp_path / "a.json") == rows
+
+
 @pytest.mark.parametrize("name", ["a.json", "a.jsonl"])
 def test_a_list_under_either_suffix(name, tmp_path):
     (tmp_path / name).write_text(json.dumps(ROWS, indent=1))
