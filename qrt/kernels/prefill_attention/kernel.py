@@ -307,7 +307,7 @@ def prefill_attention(a: Any) -> None:
         return
     fmt = KV_FORMATS[a.format]
     # fp16 holds a code times its scale, bf16 would round it as coarsely as int8 does
-    dtype = torch.float16 if fmt.bits < 16 and a.q.dtype is torch.bfloat16 else a.q.dtype
+    dtype = torch.float16 if fmt.quantized and a.q.dtype is torch.bfloat16 else a.q.dtype
     cached = [torch.empty(a.num_cached, Hkv, D, dtype=dtype, device=a.q.device) for _ in "kv"]
     gather(a.kv, a.slot_table, a.rows, a.cached_start, fmt, *cached)
     rule = AttentionRule(

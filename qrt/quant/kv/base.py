@@ -20,21 +20,22 @@ class KVFormat(ABC):
 
     K is stored after RoPE.
 
-    rotated   q, k and v are in the basis of `rotation.rotate` in the cache and in attention with it; the
-              attention output is rotated back
-    appends   `append_attention` may store the format: its device's `encode` takes vectors of K and V at once
-              and writes the same bytes whichever threads add up a vector
+    quantized  K and V are rounded; else the cache holds them in the model's dtype
+    rotated    q, k and v are in the basis of `rotation.rotate` in the cache and in attention with it; the
+               attention output is rotated back
+    appends    `append_attention` may store the format: its device's `encode` takes vectors of K and V at
+               once and writes the same bytes whichever threads add up a vector
     """
 
     name: ClassVar[str]
-    bits: ClassVar[int]  # per value; 16 stands for the model dtype
+    quantized: ClassVar[bool] = True
     rotated: ClassVar[bool]
     appends: ClassVar[bool] = False
 
     @property
+    @abstractmethod
     def widths(self) -> tuple[int, int]:
-        """Bits per value of K and per value of V."""
-        return self.bits, self.bits
+        """Bits per value of K and per value of V; 16 stands for the model's dtype."""
 
     @abstractmethod
     def buffers(

@@ -18,7 +18,6 @@ class Int2Format(PlaneFormat):
     """Eight planes, four per half head."""
 
     name = "int2"
-    bits = 2
     k = v = Grid(2, 1.5, quantize)
 
 

@@ -38,7 +38,7 @@ def randomize(buffers: Buffers, fmt: KVFormat) -> None:
     for tensor in buffers:
         if tensor.dtype.is_floating_point:
             tensor.normal_()
-            if fmt.bits < 16:  # scales
+            if fmt.quantized:  # scales
                 tensor.abs_()
         else:
             tensor.random_(-(1 << 15), 1 << 15)

@@ -15,7 +15,8 @@ class Fp16Format(KVFormat):
     """One buffer, `kv` [S, Hkv, 2 (K, V), D] in the model's dtype."""
 
     name = "fp16"
-    bits = 16
+    widths = 16, 16
+    quantized = False
     rotated = False
     appends = True
 

@@ -10,7 +10,6 @@ class Int4Format(PlaneFormat):
     """Four planes, two per half head; sixteen levels around zero, without a zero point."""
 
     name = "int4"
-    bits = 4
     k = v = Grid(4, 7.5, affine.quantize_midrise4, many="qrt.quant.kv.int4.many.device:encode")
 
 

@@ -10,7 +10,6 @@ class Int8Format(PlaneFormat):
     """Two planes: a word holds dim j in its low byte and dim j + D/2 in its high byte."""
 
     name = "int8"
-    bits = 8
     appends = True
     k = v = Grid(8, 128.0, affine.quantize_midtread8, many="qrt.quant.kv.int8.device:encode_many")
 

@@ -11,7 +11,6 @@ class K8V4Format(PlaneFormat):
     """K words of two planes, V words of four."""
 
     name = "k8v4"
-    bits = 6
     k = INT8.k
     v = INT4.v
 
