@@ -1,9 +1,13 @@
-"""A new KV format is one folder and one line: int2 (tests/support/int2) works wherever a format is named."""
+"""A new KV format is one folder and one line: int2 (tests/support/int2) works wherever a format is named.
+
+k8v2 beside it has other bits for V than for K, and the tests over the registry take it.
+"""
 
 import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +24,14 @@ from qrt.quant.kv.planes import Grid
 from qrt.request.sampling import SamplingParams
 
 LINE = "int2.format:INT2"
+ROOT = Path(__file__).parents[1]
+OVER_THE_REGISTRY = [
+    *("tests/quant/test_kv_formats.py", "tests/mem/test_kv_storage.py", "tests/mem/test_kv_sizing.py"),
+    *("tests/kernels/test_kv_write.py", "tests/kernels/test_decode_attention.py"),
+    *("tests/kernels/test_append_attention.py", "tests/kernels/test_prefill_attention.py"),
+    *("tests/kernels/test_scores.py", "tests/eval/test_eval_flags.py"),
+    "tests/eval/quality/test_long_context.py",
+]
 TEXT = "The Python interpreter reads a file, compiles it and runs the code. " * 8
 
 
@@ -115,6 +127,25 @@ sys.exit(main({["ppl", "pydoc", "--model", "tiny", "--kv", "int2", "--seqlen", "
     subprocess.run([sys.executable, "-c", command], check=True, capture_output=True, env=environment)
     assert (result := json.loads(out.read_text()))["kv"] == "int2"
     assert result["kv_bytes_per_token"] == 6 * 2 * 40
+
+
+@pytest.mark.slow
+def test_the_tests_over_the_registry_take_it():
+    """Where a format lacks the Triton functions, those of kernels skip it and say so."""
+    known = "k8v2 or kv_error_command or remedy or every_kv_format"
+    command = [sys.executable, "-m", "pytest", "-p", "k8v2.line", "-p", "no:cacheprovider", "-n", "0", "-rs"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [*command, "-k", known, *OVER_THE_REGISTRY], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout
+    assert "KV format k8v2 has no device.py; references alone run it" in done.stdout
+
+
+def test_a_gpu_asks_for_the_functions_of_the_format():
+    assert not INT2.has_device and KV_FORMATS["k8v4"].has_device
+    with pytest.raises(UnsupportedError, match="int2: expected Triton functions in int2.device.*run it on a"):
+        INT2.device  # noqa: B018
 
 
 def test_a_name_without_a_line_is_refused(monkeypatch):

@@ -13,6 +13,7 @@ from qrt.quant.kv import KV_FORMATS
 
 # the interpreter has no bf16 dot
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * COMPILED
+WITH_KERNELS = [name for name in KV_FORMATS if KV_FORMATS[name].has_device]  # the others run on a CPU alone
 
 
 def error(got: Tensor, want: Tensor) -> float:

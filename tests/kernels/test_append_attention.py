@@ -8,7 +8,7 @@ from operators import check_operator
 from backends import COMPILED
 from cases import one_in
 from qrt.kernels.decode_attention import append_attention, kernel, ref
-from qrt.kernels.decode_attention.blocks import MEASURED, block_of, measured_block
+from qrt.kernels.decode_attention.blocks import MEASURED, UNMEASURED, block_of, measured_block
 from qrt.kernels.decode_attention.plan import cut
 from qrt.kernels.kv_write import kernel as write_kernel
 from qrt.kernels.kv_write import ref as write_ref
@@ -19,7 +19,8 @@ from qrt.quant.kv import KV_FORMATS
 REF = ref.append_attention, write_ref.kv_write
 TRITON = kernel.append_attention, write_kernel.kv_write
 BOTH = pytest.mark.parametrize("append, write", [REF, TRITON], ids=["ref", "triton"])
-FORMATS = pytest.mark.parametrize("name", ["fp16", "int8"])
+APPENDS = [name for name in KV_FORMATS if KV_FORMATS[name].appends]
+FORMATS = pytest.mark.parametrize("name", APPENDS)
 SIXTEEN = torch.bfloat16 if COMPILED else torch.float16
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -155,7 +156,8 @@ def test_norms_of_heads(device, append, write, name, Hq, Hkv, D, dtype, norms):
 @FORMATS
 def test_every_block(device, name, requests):
     """Also those for which nobody calls it."""
-    if device.type == "cpu" and requests not in MEASURED[KV_FORMATS[name].widths].single:
+    measured = MEASURED.get(KV_FORMATS[name].widths, UNMEASURED)
+    if device.type == "cpu" and requests not in measured.single:
         pytest.skip("the interpreter takes a block once, with the fewest requests it is for")
     step = Step(name, [1 + i % 89 for i in range(requests)], 8, 2, 64, torch.float16, device)
     if device.type == "cpu":  # where many take long
@@ -209,9 +211,9 @@ def test_smoothing_of_another_model_is_refused(device):
 
 
 @BOTH
-@pytest.mark.parametrize("name", ["int4", "k8v4"])
+@pytest.mark.parametrize("name", [name for name in KV_FORMATS if name not in APPENDS])
 def test_other_formats_are_refused(device, append, write, name):
-    with pytest.raises(ValueError, match=f"expected one of fp16, int8, got {name}; call kv_write"):
+    with pytest.raises(ValueError, match=f"expected one of {', '.join(APPENDS)}, got {name}; call kv_write"):
         Step(name, [9], 4, 2, 64, torch.float32, device).run(append, 1)
 
 

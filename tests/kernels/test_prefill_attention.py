@@ -4,7 +4,18 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attention_truth import DTYPES, Chunks, attend, bound, cache, chunks, error, far_slot, from_basis
+from attention_truth import (
+    DTYPES,
+    WITH_KERNELS,
+    Chunks,
+    attend,
+    bound,
+    cache,
+    chunks,
+    error,
+    far_slot,
+    from_basis,
+)
 from operators import check_operator
 from torch.nn import functional as F
 
@@ -45,7 +56,7 @@ def test_heads_and_head_dims(device, name, Hq, Hkv, D):
 @pytest.mark.parametrize("group", range(1, 17))
 def test_query_heads_of_a_kv_head(device, group):
     """GQA 1 to 16: a tile's rows are (token, query head), and most groups do not divide it."""
-    for name in KV_FORMATS if GPU else [list(KV_FORMATS)[group % len(list(KV_FORMATS))]]:
+    for name in WITH_KERNELS if GPU else [WITH_KERNELS[group % len(WITH_KERNELS)]]:
         case = chunks(name, [41], [29], group, 1, 64, torch.float16, device)
         assert error(case.run(kernel.prefill_attention), case.truth()) < bound(name, torch.float16)
 

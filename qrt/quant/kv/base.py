@@ -6,11 +6,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import cached_property
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from qrt.errors import UnsupportedError
 from qrt.quant import rotation
 from qrt.quant.spec import TensorSpec
 
@@ -72,6 +74,20 @@ class KVFormat(ABC):
     def device(self) -> Any:
         """The format's Triton functions, a KVDevice: DEVICE of the `device.py` beside it.
 
-        It is imported on first use.
+        It is imported on first use. UnsupportedError where there is none.
         """
-        return import_module(f"{type(self).__module__.rpartition('.')[0]}.device").DEVICE
+        if not self.has_device:
+            raise UnsupportedError(
+                f"KV format {self.name}: expected Triton functions in {self._device_module}, found no such "
+                "module; run it on a CPU"
+            )
+        return import_module(self._device_module).DEVICE
+
+    @property
+    def has_device(self) -> bool:
+        """Whether a `device.py` lies beside the format. Without it a CPU runs the format's definition."""
+        return find_spec(self._device_module) is not None
+
+    @property
+    def _device_module(self) -> str:
+        return f"{type(self).__module__.rpartition('.')[0]}.device"

@@ -81,8 +81,9 @@ def test_kv_error_command(tmp_path, capsys):
     cells = {(c["kv"], c["heads"], c["context_tokens"]): c for c in checked(out)["cells"]}
     for heads in kv_error.SHARPNESS:
         for length in (64, 2000):
-            plain, int8, int4, k8v4 = (cells[kv, heads, length]["relative_error"] for kv in KV_FORMATS)
-            assert plain < 1e-5 < int8 < int4 / 8 and int4 < 0.5 and int8 < k8v4 < int4
+            lost = {kv: cells[kv, heads, length]["relative_error"] for kv in KV_FORMATS}
+            assert lost["fp16"] < 1e-5 < lost["int8"] < lost["int4"] / 8 and lost["int4"] < 0.5
+            assert lost["int8"] < lost["k8v4"] < lost["int4"]
     assert cells["int8", "diffuse", 2000]["entropy"] > 7 > 4 > cells["int8", "peaked", 2000]["entropy"]
     assert main("kv-error --num-heads 3 --num-kv-heads 2".split()) == 1
     assert_error(capsys.readouterr().err, "--num-heads", "--num-kv-heads 2", "got 3")

@@ -11,6 +11,7 @@ import pytest
 from qrt.config import EngineConfig
 from qrt.engine.engine import Engine
 from qrt.errors import ConfigError
+from qrt.quant.kv import KV_FORMATS
 from qrt.serve.command import cli
 from qrt.serve.command.cli import engine_config, main, server_config
 from qrt.serve.command.flags import parse, parser
@@ -277,7 +278,7 @@ def test_keys(tmp_path, monkeypatch):
         (["tiny", "--seed", "9" * 20], f"seed: expected an integer of 64 bits, got {'9' * 20}"),
         (
             ["tiny", "--kv", "int5"],
-            "unknown KV format 'int5' (known: fp16, int8, int4, k8v4); did you mean 'int",
+            f"unknown KV format 'int5' (known: {', '.join(KV_FORMATS)}); did you mean 'int",
         ),
         (
             ["tiny", "--kv-skip-layers", "0", "6"],
