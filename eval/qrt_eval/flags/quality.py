@@ -152,4 +152,10 @@ def add_compare(command: ArgumentParser) -> None:
 
 def add_models(command: ArgumentParser) -> None:
     """Add the flags of `qrt-eval models`."""
-    command.add_argument("--markdown", action="store_true", help="print the table in Markdown")
+    output = command.add_mutually_exclusive_group()
+    output.add_argument("--markdown", action="store_true", help="print the table in Markdown")
+    output.add_argument(
+        "--write",
+        action="store_true",
+        help="write the table into docs/models.md, the count into README.md",
+    )

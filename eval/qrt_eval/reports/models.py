@@ -1,11 +1,13 @@
-"""How each architecture runs: `qrt-eval models` prints the table of the registry."""
+"""How each architecture runs: `qrt-eval models` prints the table of the registry or writes it."""
 
 from __future__ import annotations
 
 import logging
+import re
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +15,7 @@ from rich.table import Table
 
 from qrt.arch import ARCHS, Arch
 from qrt.arch.read import read_arch
+from qrt.errors import ConfigError
 from qrt.model.build import build
 from qrt.model.decoder import Decoder
 from qrt.model.random import RandomWeights
@@ -20,6 +23,8 @@ from qrt.model.unfused import unfused_part
 from qrt_calibrate.job.calibrated import uncalibrated
 from qrt_eval.results.console import show
 
+ROOT = Path(__file__).parents[3]
+PAGE, README = ROOT / "docs" / "models.md", ROOT / "README.md"
 SMALL = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "max_position": 64}
 NEEDED: dict[str, dict[str, Any]] = {  # entries without which a family has no defaults
     "Dots1ForCausalLM": {
@@ -58,6 +63,9 @@ def run(arguments: Namespace) -> None:
     if arguments.markdown:
         print("\n".join(markdown()))
         return
+    if arguments.write:
+        write()
+        return
     table = Table(*HEADINGS)
     for row in rows():
         table.add_row(*row.cells())
@@ -70,6 +78,26 @@ def markdown() -> Iterator[str]:
     yield f"|{' --- |' * len(HEADINGS)}"
     for row in rows():
         yield f"| {' | '.join(row.cells())} |"
+
+
+def write() -> None:
+    """Write the table into docs/models.md, and the number of architectures into README.md."""
+    if not PAGE.is_file():
+        raise ConfigError(f"--write: expected a checkout of qrt, got no {PAGE}; use --markdown")
+    PAGE.write_text(page_with_table(PAGE.read_text()))
+    README.write_text(readme_with_count(README.read_text()))
+
+
+def page_with_table(page: str) -> str:
+    """Return the page with the table of today's registry in place of the one it has."""
+    first, rule, *_ = table = list(markdown())
+    head = re.escape(f"{first}\n{rule}\n")
+    return re.sub(rf"{head}(\|.*\n)*", lambda _: "\n".join(table) + "\n", page)
+
+
+def readme_with_count(page: str) -> str:
+    """Return README.md with the number of architectures of today's registry."""
+    return re.sub(r"\[\d+ architectures\]", f"[{len(list(ARCHS))} architectures]", page)
 
 
 def rows() -> list[ModelRow]:

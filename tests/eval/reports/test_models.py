@@ -1,12 +1,11 @@
 """The table of architectures is that of the registry, in the documents too."""
 
-from pathlib import Path
-
 from qrt.arch import ARCHS
 from qrt_eval.cli import main
-from qrt_eval.reports.models import markdown, rows
+from qrt_eval.reports import models
+from qrt_eval.reports.models import PAGE, README, markdown, page_with_table, readme_with_count, rows
 
-ROOT = Path(__file__).parents[3]
+REMEDY = "is not of this registry; run qrt-eval models --write"
 
 
 def test_every_architecture_has_a_row(capsys):
@@ -17,8 +16,24 @@ def test_every_architecture_has_a_row(capsys):
 
 
 def test_the_page_shows_the_table():
-    assert "\n".join(markdown()) in (ROOT / "docs" / "models.md").read_text()
+    page = PAGE.read_text()
+    assert page == page_with_table(page) and "\n".join(markdown()) in page, f"docs/models.md {REMEDY}"
 
 
 def test_the_readme_counts_them():
-    assert f"[{len(list(ARCHS))} architectures]" in (ROOT / "README.md").read_text()
+    page = README.read_text()
+    assert page == readme_with_count(page) and "architectures]" in page, f"README.md {REMEDY}"
+
+
+def test_writing_leaves_the_rest_of_the_pages(tmp_path, monkeypatch, capsys):
+    """Rows of another registry go, those of this one come."""
+    page, readme = tmp_path / "models.md", tmp_path / "README.md"
+    monkeypatch.setattr(models, "PAGE", page)
+    monkeypatch.setattr(models, "README", readme)
+    assert main(["models", "--write"]) == 1 and "checkout" in capsys.readouterr().err
+    table = "\n".join(markdown())
+    page.write_text("# M\n\n" + "\n".join(table.split("\n")[:4]) + "\n| Old | fused | no |\n\nEnd.\n")
+    readme.write_text("Runs [7 architectures](m), 3 ranks.\n")
+    assert main(["models", "--write"]) == 0
+    assert page.read_text() == f"# M\n\n{table}\n\nEnd.\n"
+    assert readme.read_text() == f"Runs [{len(list(ARCHS))} architectures](m), 3 ranks.\n"
