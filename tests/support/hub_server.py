@@ -22,7 +22,6 @@ from urllib.parse import unquote
 import pytest
 
 from qrt.model_files import hub as hub_module
-from qrt.model_files import hub_errors
 
 TOKEN = "hf_secret-of-the-test"
 LARGE = (".safetensors", ".bin", ".gguf", ".pth")  # files that are sent through a redirect
@@ -117,8 +116,7 @@ def asks(server: HubServer, monkeypatch: pytest.MonkeyPatch, cache: Path) -> Cal
     def change(**settings: Any) -> None:
         nonlocal environment
         environment = replace(environment, **settings)
-        for module in (hub_module, hub_errors):
-            monkeypatch.setattr(module, "ENV", environment)
+        monkeypatch.setattr(hub_module, "ENV", environment)
 
     change()
     return change
