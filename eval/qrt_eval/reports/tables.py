@@ -1,7 +1,7 @@
 """Print tables of the files in eval/results: `python -m qrt_eval.reports.tables [FOLDER]`.
 
-All of them stand in eval/results/README.md, some in docs/benchmarks.md and README. The test
-tests/eval/reports/test_tables.py checks all three pages.
+All of them stand in eval/results/README.md, some in docs/benchmarks.md, docs/quality.md and README. The test
+tests/eval/reports/test_tables.py checks all these pages. A table is a heading and a format for each column.
 """
 
 from __future__ import annotations
@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
+from string import Formatter
 from typing import Any
 
 from qrt.cli import run_main
@@ -20,8 +22,31 @@ from qrt_eval.reports.compare import text_of
 from qrt_eval.reports.published import TENSORRT_LLM, TENSORRT_LLM_8B
 
 Result = dict[str, Any]
-NAMES = ("model", "weights", "KV")
 QUANTIZED = re.compile(r"-w\d+(a\d+)?$")  # at the end of a checkpoint's name
+NAMES = {"model": "{name}", "weights": "{weights}", "KV": "{kv}", "against": "{against}"}
+PERPLEXITY = {"perplexity": "{ppl:.3f}", "change": "{change:+.2%}"}
+LOSS = {**PERPLEXITY, "KL, nats": "{kl_mean:.2e}", "same top-1": "{top1_agreement:.2%}"}
+PERPLEXITIES = {
+    "text": "{dataset}", "model": "{model}", "weights": "{weights}", "KV": "{kv}", **PERPLEXITY,
+}  # fmt: skip
+ANSWERS = {
+    **NAMES, "answers": "{answers}", "same": "{same}", "near ties": "{near_ties}", "changed": "{changed}",
+    "changed at token": "{place}", "tokens before": "{same_tokens:.0%}",
+}  # fmt: skip
+LATENCIES = {
+    "model": "{name}", "KV": "{kv}", "batch x prompt": "{batch} x {input_len:,}",
+    "prefill tokens/s": "{prefill_tokens_per_s:,.0f}", "decode ms/step": "{decode_ms_per_step:.2f}",
+    "floor ms": "{floor_ms:.2f}",
+    "GPU waits": "{host_gap:.2%}",  # the share of the time between decode steps
+}  # fmt: skip
+THROUGHPUTS = {
+    "model": "{model} {weights}", "KV": "{kv}", "lengths": "{lengths[name]}", "running": "{running:,}",
+    "output tokens/s": "{rate:,.0f}", "of the whole run": "{whole:,.0f}", "GPU waits": "{host_gap:.2%}",
+}  # fmt: skip
+STEPS = {
+    "count": "{count:,}", "share": "{share:.1%}", "ms each": "{ms:.2f}", "GPU waits ms": "{wait_ms:.2f}",
+    "host ms": "{host_ms:.2f}", "decodes": "{decodes:,.0f}", "prompt tokens": "{prompt_tokens:,.0f}",
+}  # fmt: skip
 
 
 def load(folder: Path) -> list[Result]:
@@ -34,10 +59,29 @@ def load(folder: Path) -> list[Result]:
     return [json.loads(path.read_text()) for path in paths]
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Format a Markdown table."""
-    lines = [head, ["---"] * len(head), *rows]
+def markdown(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """Format a Markdown table; empty without rows."""
+    head, rows = list(head), list(rows)
+    lines = [head, ["---"] * len(head), *rows] if rows else []
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+class _Cells(Formatter):
+    def format_field(self, value: Any, spec: str) -> str:
+        """Leave a cell without a value empty, and set a space before a percent sign."""
+        return "" if value is None else format(value, spec).replace("%", " %")
+
+
+def table(columns: Mapping[str, str], rows: Iterable[Result]) -> str:
+    """Format a table whose cells are the columns' formats of each row."""
+    return markdown(columns, [[_Cells().format(form, **row) for form in columns.values()] for row in rows])
+
+
+def pivot(title: str, cells: Mapping[str, Mapping[str, str]], columns: Iterable[str]) -> str:
+    """Format a table of the cells by row and column."""
+    columns = list(columns)
+    rows = [[name, *(row.get(column, "") for column in columns)] for name, row in cells.items()]
+    return markdown([title, *columns], rows)
 
 
 def perplexities(results: list[Result]) -> str:
@@ -47,12 +91,9 @@ def perplexities(results: list[Result]) -> str:
     """
     runs = [result for result in results if "ppl" in result]
     plain = {_family(run): run["ppl"] for run in runs if (run["weights"], run["kv"]) == ("fp16", "fp16")}
-    rows = []
-    for run in runs:
-        base = plain.get(_family(run))
-        change = f"{100 * (run['ppl'] / base - 1):+.2f} %" if base else ""
-        rows.append((run["dataset"], run["model"], run["weights"], run["kv"], f"{run['ppl']:.3f}", change))
-    return table(("text", "model", "weights", "KV", "perplexity", "change"), rows)
+    bases = [plain.get(_family(run)) for run in runs]
+    changes = [base and run["ppl"] / base - 1 for run, base in zip(runs, bases, strict=True)]
+    return table(PERPLEXITIES, [{**run, "change": by} for run, by in zip(runs, changes, strict=True)])
 
 
 def _family(run: Result) -> tuple[Any, ...]:
@@ -66,97 +107,59 @@ def _family(run: Result) -> tuple[Any, ...]:
 def divergences(results: list[Result]) -> list[str]:
     """Return a table per text, a row per model and KV format: change of perplexity, KL from the baseline."""
     texts: dict[str, list[Result]] = {}
-    for result in (result for result in results if result.get("command") == "kld"):
-        texts.setdefault(result["dataset"], []).append(result)
-    return [_divergences(own) for own in texts.values()]
-
-
-def _divergences(results: list[Result]) -> str:
-    rows = []
-    for result in results:
-        for run in result["runs"]:
-            figures = (
-                f"{run['ppl']:.3f}",
-                f"{100 * (run['ppl'] / run['base_ppl'] - 1):+.2f} %",
-                f"{run['kl_mean']:.2e}",
-                f"{100 * run['top1_agreement']:.2f} %",
-            )
-            rows.append((result["dataset"], *_names(run), _against(result), *figures))
-    return table(("text", *NAMES, "against", "perplexity", "change", "KL, nats", "same top-1"), rows)
+    for run in _runs(results, "kld"):
+        change = run["ppl"] / run["base_ppl"] - 1
+        texts.setdefault(run["dataset"], []).append({**run, "change": change})
+    return [table({"text": "{dataset}", **NAMES, **LOSS}, rows) for rows in texts.values()]
 
 
 def answers(results: list[Result]) -> str:
     """Return a row per model and KV format: how many answers differ from the baseline's, and from where."""
-    rows = []
-    for result in (result for result in results if result.get("command") == "answers"):
+    return table(ANSWERS, [{**run, "place": place(run)} for run in _runs(results, "answers")])
+
+
+def _runs(results: list[Result], command: str) -> Iterator[Result]:
+    """Yield the runs of a command's results, each with its names and its baseline's."""
+    for result in (result for result in results if result.get("command") == command):
+        base = result["baseline"]
+        against = f"{Path(base['model']).name} {base['weights']}, KV {base['kv']}"
         for run in result["runs"]:
-            counts = [str(run[name]) for name in ("answers", "same", "near_ties", "changed")]
-            before = f"{100 * run['same_tokens']:.0f} %"
-            rows.append((*_names(run), _against(result), *counts, place(run), before))
-    head = ("answers", "same", "near ties", "changed", "changed at token", "tokens before")
-    return table((*NAMES, "against", *head), rows)
-
-
-def _names(run: Result) -> tuple[str, ...]:
-    return Path(run["model"]).name, run["weights"], run["kv"]
-
-
-def _against(result: Result) -> str:
-    """Return the name of a run's baseline."""
-    base = result["baseline"]
-    return f"{Path(base['model']).name} {base['weights']}, KV {base['kv']}"
+            name = Path(run["model"]).name
+            yield {**run, "name": name, "against": against, "dataset": result.get("dataset")}
 
 
 def latencies(results: list[Result]) -> str:
     """Return a row per model, KV format, batch and prompt length; of several results the newest.
 
-    Rows that qrt is compared with carry their own name. "GPU waits" is the share of the time between decode
-    steps in which the GPU has nothing to do.
+    Rows that qrt is compared with carry their own name.
     """
-    newest: dict[tuple[str, str], dict[tuple[int, int], tuple[str, tuple[str, ...]]]] = {}
+    newest: dict[tuple[str, str], dict[tuple[int, int], Result]] = {}
     for result in results:
+        same = {"host_gap": None, "date": "", **result}
         for row in result.get("rows", ()):
+            row = {**same, **row}
             by = f", {row['by']}" if "by" in row else ""
             ranks = result.get("arguments", {}).get("tensor_parallel_size", 1)
             by += f", {ranks} GPUs" if ranks > 1 else ""
-            what = (
-                f"{result['model']} {row.get('weights', result['weights'])}{by}",
-                row.get("kv", result["kv"]),
-            )
-            sizes = newest.setdefault(what, {})
-            values = (
-                f"{row['batch']} x {row['input_len']:,}",
-                f"{row['prefill_tokens_per_s']:,.0f}",
-                f"{row['decode_ms_per_step']:.2f}",
-                f"{row['floor_ms']:.2f}" if row["floor_ms"] else "",
-                f"{100 * row['host_gap']:.2f} %" if row.get("host_gap") is not None else "",
-            )
-            size = row["batch"], row["input_len"]
-            sizes[size] = max(sizes.get(size, ("", ())), (result.get("date", ""), values))
-    rows = [what + sizes[size][1] for what, sizes in newest.items() for size in sorted(sizes)]
-    head = ("model", "KV", "batch x prompt", "prefill tokens/s", "decode ms/step", "floor ms", "GPU waits")
-    return table(head, rows)
+            row |= {"name": f"{result['model']} {row['weights']}{by}", "floor_ms": row["floor_ms"] or None}
+            sizes, size = newest.setdefault((row["name"], row["kv"]), {}), (row["batch"], row["input_len"])
+            sizes[size] = max(sizes.get(size, row), row, key=itemgetter("date"))
+    return table(LATENCIES, [sizes[size] for sizes in newest.values() for size in sorted(sizes)])
 
 
 def throughputs(results: list[Result]) -> str:
     """Return a row per model, KV format and lengths, with the rate of the steady part if there is one."""
     rows = []
+    for result, load in _loads(results):
+        whole, steady = load["output_tokens_per_second"], load["window"]
+        rates = {"rate": steady["output_tokens_per_second"], "whole": whole} if steady else {"rate": whole}
+        rows.append({"whole": None, **result, **load, **rates})
+    return table(THROUGHPUTS, rows)
+
+
+def _loads(results: list[Result]) -> Iterator[tuple[Result, Result]]:
     for result in results:
-        for load in result.get("loads", ()):
-            rate = (load["window"] or load)["output_tokens_per_second"]
-            rows.append(
-                (
-                    f"{result['model']} {result['weights']}",
-                    result["kv"],
-                    load["lengths"]["name"],
-                    f"{load['running']:,}",
-                    f"{rate:,.0f}",
-                    f"{load['output_tokens_per_second']:,.0f}" if load["window"] else "",
-                    f"{100 * load['host_gap']:.2f} %" if load["host_gap"] is not None else "",
-                )
-            )
-    head = ("model", "KV", "lengths", "running", "output tokens/s", "of the whole run", "GPU waits")
-    return table(head, rows)
+        yield from ((result, load) for load in result.get("loads", ()))
 
 
 def beside_published(results: list[Result]) -> str:
@@ -166,51 +169,33 @@ def beside_published(results: list[Result]) -> str:
     is recorded.
     """
     published = TENSORRT_LLM_8B.get(results[0]["environment"]["device"], {})
-    rates: dict[str, dict[str, float]] = {}
-    for result in (result for result in results if result.get("model") == "llama-3-8b"):
-        for load in result.get("loads", ()):
-            if load["window"] and load["lengths"]["name"] in published:
-                rate = load["window"]["output_tokens_per_second"]
-                column = f"{result['weights']}, KV {result['kv']}"
-                rates.setdefault(column, {})[load["lengths"]["name"]] = rate
-    if not rates:
-        return ""
-    rows = [
-        (lengths, f"{rate:,}", *(_times(own.get(lengths), rate) for own in rates.values()))
-        for lengths, rate in published.items()
-    ]
-    return table(("in/out, output tokens/s", TENSORRT_LLM, *rates), rows)
-
-
-def _times(rate: float | None, published: int) -> str:
-    return f"{rate:,.0f} ({rate / published:.2f})" if rate else ""
+    cells = {lengths: {TENSORRT_LLM: f"{rate:,}"} for lengths, rate in published.items()}
+    columns = [TENSORRT_LLM]
+    for result, load in _loads(results):
+        lengths = load["lengths"]["name"]
+        if result.get("model") == "llama-3-8b" and load["window"] and lengths in published:
+            rate = load["window"]["output_tokens_per_second"]
+            columns.append(f"{result['weights']}, KV {result['kv']}")
+            cells[lengths][columns[-1]] = f"{rate:,.0f} ({rate / published[lengths]:.2f})"
+    return pivot("in/out, output tokens/s", cells, dict.fromkeys(columns)) if len(columns) > 1 else ""
 
 
 def step_kinds(results: list[Result]) -> list[str]:
     """Return a table per load without a window: the kinds of steps that its time goes into."""
-    head = ("count", "share", "ms each", "GPU waits ms", "host ms", "decodes", "prompt tokens")
     tables = []
-    for result in results:
-        for load in result.get("loads", ()):
-            if load["window"] or not load["steps"]:
-                continue
+    for result, load in _loads(results):
+        if load["steps"] and not load["window"]:
             model = f"{result['model']} {result['weights']}, KV {result['kv']}"
-            title = f"steps of {load['lengths']['name']}, {model}"
-            tables.append(table((title, *head), (_step(kind) for kind in load["steps"])))
+            columns = {f"steps of {load['lengths']['name']}, {model}": "{prompts}, {recorded}", **STEPS}
+            tables.append(table(columns, [{**kind, **_kind(kind)} for kind in load["steps"]]))
     return tables
 
 
-def _step(kind: Result) -> list[str]:
-    name = "with prompts" if kind["prompts"] else "decodes alone"
-    times = [f"{kind[key]:.2f}" for key in ("ms", "wait_ms", "host_ms")]
-    return [
-        f"{name}, {'recorded' if kind['recorded'] else 'kernel by kernel'}",
-        f"{kind['count']:,}",
-        f"{100 * kind['share']:.1f} %",
-        *times,
-        f"{kind['decodes']:,.0f}",
-        f"{kind['prompt_tokens']:,.0f}",
-    ]
+def _kind(kind: Result) -> Result:
+    return {
+        "prompts": "with prompts" if kind["prompts"] else "decodes alone",
+        "recorded": "recorded" if kind["recorded"] else "kernel by kernel",
+    }
 
 
 def sweeps(results: list[Result]) -> list[str]:
@@ -218,26 +203,18 @@ def sweeps(results: list[Result]) -> list[str]:
     tables = []
     for result in (result for result in results if "cells" in result and "memory_bytes" in result):
         memory = f"{result['context_tokens']:,} tokens in {result['memory_bytes'] / (1 << 30):g} GiB"
-        speed = f"tokens/s, batch {result['batch']}"
-        head = ["KV", "weights MB", "KV bytes/token", f"requests of {memory}", speed]
-        quality = ["perplexity", "change", "KL, nats", "same top-1"] if result["dataset"] else []
-        rows = [_cell(cell, bool(quality)) for cell in result["cells"]]
-        tables.append(table((f"{result['model']}, weights", *head[:4], *quality, head[4]), rows))
+        columns = {
+            f"{result['model']}, weights": "{weights}",
+            "KV": "{kv}",
+            "weights MB": "{megabytes:,.2f}",
+            "KV bytes/token": "{kv_bytes_per_token:,}",
+            f"requests of {memory}": "{max_concurrent_requests:,}",
+            **({**LOSS, "change": "{ppl_change:+.2%}"} if result["dataset"] else {}),
+            f"tokens/s, batch {result['batch']}": "{tokens_per_second:,.0f}",
+        }
+        rows = [{**cell, "megabytes": cell["weight_bytes"] / 1e6} for cell in result["cells"]]
+        tables.append(table(columns, rows))
     return tables
-
-
-def _cell(cell: Result, quality: bool) -> list[str]:
-    row = [
-        cell["weights"],
-        cell["kv"],
-        f"{cell['weight_bytes'] / 1e6:,.2f}",
-        f"{cell['kv_bytes_per_token']:,}",
-    ]
-    row.append(f"{cell['max_concurrent_requests']:,}")
-    if quality:
-        row += [f"{cell['ppl']:.3f}", f"{100 * cell['ppl_change']:+.2f} %", f"{cell['kl_mean']:.2e}"]
-        row.append(f"{100 * cell['top1_agreement']:.2f} %")
-    return [*row, f"{cell['tokens_per_second']:,.0f}"]
 
 
 def kernels(results: list[Result]) -> list[str]:
@@ -248,17 +225,13 @@ def kernels(results: list[Result]) -> list[str]:
     cells: dict[str, dict[str, dict[str, str]]] = {}
     for row in (row for result in results for row in result.get("kernels", ())):
         what, _, part = row["what"].rpartition(" ") if row["op"] == "linear" else (row["what"], "", "sum")
-        if part not in ("sum", "head"):
-            continue
-        op = "head" if part == "head" else row["op"]
-        text = f"{row['us']:,.1f} ({100 * row['floor_us'] / row['us']:.0f} %)"
-        cells.setdefault(op, {}).setdefault(what, {})[row["at"]] = text
-    tables = []
-    for op, lines in cells.items():
-        sizes = sorted({at for line in lines.values() for at in line}, key=_numbers)
-        body = ((what, *(line.get(at, "") for at in sizes)) for what, line in lines.items())
-        tables.append(table((f"{op}, us (floor)", *sizes), body))
-    return tables
+        if part in ("sum", "head"):
+            own = cells.setdefault("head" if part == "head" else row["op"], {}).setdefault(what, {})
+            own[row["at"]] = f"{row['us']:,.1f} ({100 * row['floor_us'] / row['us']:.0f} %)"
+    return [
+        pivot(f"{op}, us (floor)", rows, sorted({at for row in rows.values() for at in row}, key=_numbers))
+        for op, rows in cells.items()
+    ]
 
 
 def _numbers(text: str) -> list[int]:
@@ -277,18 +250,10 @@ def report(folder: Path) -> str:
 
 def section(results: list[Result]) -> str:
     """Return the tables of one device, with its name and the versions."""
-    where = sorted({describe(result["environment"]) for result in results})
-    tables = ["Measured on " + "; ".join(where) + "."]
-    if any("ppl" in result for result in results):
-        tables.append(perplexities(results))
-    tables += divergences(results)
-    if any(result.get("command") == "answers" for result in results):
-        tables.append(answers(results))
-    if any("rows" in result for result in results):
-        tables.append(latencies(results))
-    if any("loads" in result for result in results):
-        tables += [throughputs(results), *filter(None, [beside_published(results)])]
-    return "\n\n".join(tables + step_kinds(results) + sweeps(results) + kernels(results))
+    where = "; ".join(sorted({describe(result["environment"]) for result in results}))
+    tables = [f"Measured on {where}.", perplexities(results), *divergences(results), answers(results)]
+    tables += [latencies(results), throughputs(results), beside_published(results)]
+    return "\n\n".join(filter(None, tables + step_kinds(results) + sweeps(results) + kernels(results)))
 
 
 def describe(environment: Result) -> str:
