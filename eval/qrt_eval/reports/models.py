@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import re
 from argparse import Namespace
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +20,7 @@ from qrt.model.decoder import Decoder
 from qrt.model.random import RandomWeights
 from qrt.model.unfused import unfused_part
 from qrt_calibrate.job.calibrated import uncalibrated
+from qrt_eval.reports.tables import markdown
 from qrt_eval.results.console import show
 
 ROOT = Path(__file__).parents[3]
@@ -61,23 +61,20 @@ HEADINGS = ("architecture", "layers", "calibrated")
 def run(arguments: Namespace) -> None:
     """Run `qrt-eval models`."""
     if arguments.markdown:
-        print("\n".join(markdown()))
+        print(table())
         return
     if arguments.write:
         write()
         return
-    table = Table(*HEADINGS)
+    shown = Table(*HEADINGS)
     for row in rows():
-        table.add_row(*row.cells())
-    show(table)
+        shown.add_row(*row.cells())
+    show(shown)
 
 
-def markdown() -> Iterator[str]:
-    """Yield the lines of the table in Markdown."""
-    yield f"| {' | '.join(HEADINGS)} |"
-    yield f"|{' --- |' * len(HEADINGS)}"
-    for row in rows():
-        yield f"| {' | '.join(row.cells())} |"
+def table() -> str:
+    """Return the table in Markdown."""
+    return markdown(HEADINGS, (row.cells() for row in rows()))
 
 
 def write() -> None:
@@ -90,9 +87,9 @@ def write() -> None:
 
 def page_with_table(page: str) -> str:
     """Return the page with the table of today's registry in place of the one it has."""
-    first, rule, *_ = table = list(markdown())
-    head = re.escape(f"{first}\n{rule}\n")
-    return re.sub(rf"{head}(\|.*\n)*", lambda _: "\n".join(table) + "\n", page)
+    new = table()
+    head = re.escape("".join(new.splitlines(keepends=True)[:2]))
+    return re.sub(rf"{head}(\|.*\n)*", lambda _: new + "\n", page)
 
 
 def readme_with_count(page: str) -> str:
