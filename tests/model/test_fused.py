@@ -310,9 +310,9 @@ def test_ranks_whose_parts_differ_use_no_links(monkeypatch):
     layer = make("w4a16").layers[0]
     layer.peers = TensorParallelGroup(0, 2, CPU)
     for others, kept in (([0b100100, 0b100100], True), ([0b100100, 0], False)):
-        monkeypatch.setattr(layer.peers, "each", lambda marks, others=others: [marks, *others[1:]])
+        monkeypatch.setattr(layer.peers, "all_gather_int", lambda marks, others=others: [marks, *others[1:]])
         layer.peers.memory = Memory.of([0, 0], 0, 16, 1024, CPU)
         assert (fused.FusedLayer(layer, None, None).links is links) == kept
     layer.peers.memory = None
-    monkeypatch.setattr(layer.peers, "each", None)  # not asked
+    monkeypatch.setattr(layer.peers, "all_gather_int", None)  # not asked
     assert fused.FusedLayer(layer, None, None).links is links
