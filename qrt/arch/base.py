@@ -40,8 +40,10 @@ class Norm:
 
     kind    "rms": x / rms(x) * weight; "layer": the same of x - mean(x), plus a bias if one is stored;
             "unit": "layer" without a weight
-    plus    added to the stored weight: 1.0 where checkpoints store weights around zero
-    wide    the weight multiplies before the result is rounded to the model's dtype, not after
+    plus    added to the stored weight, in the dtype that it multiplies in: 1.0 where checkpoints store
+            weights around zero
+    wide    of "rms": the weight, in fp32, multiplies before the result is rounded to the model's dtype, not
+            after. "layer" always multiplies before
     """
 
     eps: float = 1e-6

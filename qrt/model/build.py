@@ -119,7 +119,9 @@ def norm_layer(
         return tensor if channels is None else tensor[..., channels.to(tensor.device)].contiguous()
 
     stored = read(f"{name}.weight")
-    weight = stored.float() + spec.plus if spec.wide or spec.plus else stored.to(weights.dtype)
+    weight = stored.float() if spec.wide else stored.to(weights.dtype)
+    if spec.plus:
+        weight = weight + spec.plus
     if spec.kind == "rms":
         return RMSNorm(weight, spec.eps)
     bias = f"{name}.bias"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import pytest
 import torch
 import transformers.models.auto.modeling_auto as auto
@@ -9,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from hand_steps import Requests
 from qrt.arch import ARCHS
+from qrt.model.build import norm_layer
 from qrt.model.fused import FusedDecoder
 from qrt.quant.kv import KV_FORMATS
 from ranks import Ranks, loaded
@@ -79,6 +82,44 @@ def test_quantized_kv_loses_as_little_as_with_llama(case, kv):
     divergence = (want.exp() * (want - got)).sum(-1)[30:].mean()
     bound = {"int8": 2e-2 if name in JUMPS else 2e-3, "int4": 0.25}[kv]
     assert divergence < bound and KV_FORMATS[kv].quantized
+
+
+class StoredNorm:
+    """What a checkpoint in bf16 holds of a norm, by the module that transformers makes of it."""
+
+    dtype = torch.bfloat16
+
+    def __init__(self, module):
+        self.stored = {f"norm.{name}": weight for name, weight in module.named_parameters()}
+
+    def has(self, name):
+        return name in self.stored
+
+    def tensor(self, name, shape):
+        assert self.stored[name].shape == shape
+        return self.stored[name]
+
+
+@torch.inference_mode()
+def test_norms_round_in_bf16_where_those_of_transformers_do(case):
+    """Before the weight multiplies or after (`Norm.wide`), which fp32 does not show and a tenth of bf16 does.
+
+    Sums in another order may round a few values otherwise.
+    """
+    _, model, decoder, _ = case
+    arch, hidden = decoder.arch, decoder.arch.hidden_size
+    shapes = [] if arch.norm.kind == "unit" else [(hidden,)]
+    norms = {
+        type(module): module
+        for module in model.get_decoder().modules()
+        if "Norm" in type(module).__name__ and [x.shape for x in module.parameters()][:1] == shapes
+    }
+    x = torch.randn(64, hidden, generator=torch.Generator().manual_seed(1)).bfloat16()
+    for module in norms.values():
+        module = deepcopy(module).bfloat16()
+        norm = norm_layer(arch, StoredNorm(module), "norm", hidden)
+        assert (norm(x) != module(x)).float().mean() < 0.01, type(module).__name__
+    assert norms
 
 
 def test_every_architecture_that_runs_has_a_model_here():

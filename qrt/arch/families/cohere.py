@@ -27,7 +27,7 @@ DEFAULTS = {
 def cohere(c: Entries, **changes: Any) -> Arch:
     """Command R; R+ has a norm over q and k with weights of each head."""
     c = c.filled(**DEFAULTS)
-    norm = Norm(number(c, "layer_norm_eps"), "layer", wide=True)
+    norm = Norm(number(c, "layer_norm_eps"), "layer")
     known = {
         "names": Names(mlp_in="input_layernorm"), "norm": norm, "parallel": True, "mlp_bias": False,
         "logit_scale": number(c, "logit_scale"), "qk_norm": "each" if typed(c, "use_qk_norm", bool) else None,

@@ -134,7 +134,7 @@ def nemotron(c: Entries) -> Arch:
     """NVIDIA Nemotron 3 and 4, Minitron: LayerNorm whose weights are stored around zero."""
     c = c.filled(vocab_size=256000, hidden_size=6144, intermediate_size=24576, num_attention_heads=48)
     c = c.filled(hidden_act="relu2", max_position_embeddings=4096, norm_eps=1e-5, partial_rotary_factor=0.5)
-    return llama(c, norm=Norm(number(c, "norm_eps"), "layer", plus=1.0, wide=True), gate_up="plain")
+    return llama(c, norm=Norm(number(c, "norm_eps"), "layer", plus=1.0), gate_up="plain")
 
 
 def stablelm(c: Entries) -> Arch:
