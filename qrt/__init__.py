@@ -21,12 +21,12 @@ if TYPE_CHECKING:
         PoolingRequestOutput,
         ScoringRequestOutput,
     )
-    from qrt.async_llm import AsyncLLM
     from qrt.config import EngineConfig
-    from qrt.llm import LLM
+    from qrt.offline.llm import LLM
     from qrt.request.pooling import PoolingParams
     from qrt.request.sampling import SamplingParams
     from qrt.request.structured_outputs import StructuredOutputsParams
+    from qrt.serve.async_llm import AsyncLLM
     from qrt_calibrate.api import calibrate, quantize
 
 __all__ = [
@@ -51,8 +51,8 @@ if find_spec("prometheus_client") is None:  # without [serve], `import *` and he
 
 # The root stands above all floors, the calibrator's too. Apart from the version it imports them on first use.
 _LAZY = {
-    "LLM": "qrt.llm",
-    "AsyncLLM": "qrt.async_llm",
+    "LLM": "qrt.offline.llm",
+    "AsyncLLM": "qrt.serve.async_llm",
     "ClassificationRequestOutput": "qrt.answers.pooling.outputs",
     "CompletionOutput": "qrt.answers.output",
     "EmbeddingRequestOutput": "qrt.answers.pooling.outputs",

@@ -66,7 +66,7 @@ found["ends"] = [
 ]
 import qrt.engine.ranks.process
 import qrt_eval.quality.kld
-found["errors"] = {name: error_of(name) for name in ("qrt.async_llm", "qrt.serve.ray_serve")}
+found["errors"] = {name: error_of(name) for name in ("qrt.serve.async_llm", "qrt.serve.ray_serve")}
 found["commands"] = {
     "serve": ends("qrt.serve.command.cli", "tiny"),
     "lm": ends("qrt_eval.cli", "lm", "--model", "tiny", "--tasks", "arc_easy"),

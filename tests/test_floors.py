@@ -23,7 +23,7 @@ FLOORS: dict[str, float] = {  # fractions are the rooms of a floor, lower rooms 
     "qrt.model": 5,
     "qrt.engine.schedule": 6, "qrt.engine.constrain": 6.1, "qrt.engine.step": 6.1, "qrt.engine": 6.2,
     "qrt.engine.ranks": 6.1, "qrt.engine.ranks.process": 6.3, "qrt.answers": 6.4,
-    "qrt.llm": 7, "qrt.offline": 7, "qrt.serve.settings": 7, "qrt.serve.link": 7.1, "qrt.async_llm": 7.2,
+    "qrt.offline": 7, "qrt.serve.settings": 7, "qrt.serve.link": 7.1, "qrt.serve.async_llm": 7.2,
     "qrt.serve.http": 7.2, "qrt.serve.routes": 7.3, "qrt.serve.processes": 7.4, "qrt.serve.command": 7.5,
     "qrt.serve": 7.6,
     # the calibrator sees floors 0 and 1, with their fractions

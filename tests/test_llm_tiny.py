@@ -16,7 +16,7 @@ from qrt.engine.schedule import admission
 from qrt.engine.schedule.output import Cause, StepDelta
 from qrt.engine.step.graphs import TokenSteps
 from qrt.errors import ConfigError, QrtError, UnsupportedError
-from qrt.llm import engine_config
+from qrt.offline.llm import engine_config
 
 pytestmark = pytest.mark.model
 

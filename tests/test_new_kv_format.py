@@ -17,8 +17,8 @@ from qrt.errors import UnsupportedError
 from qrt.kernels.decode_attention import decode_attention
 from qrt.kernels.decode_attention.blocks import MEASURED, measured_block
 from qrt.kernels.kv_write import many_kernel
-from qrt.llm import LLM
 from qrt.mem.storage import KVStorage
+from qrt.offline.llm import LLM
 from qrt.quant.kv import KV_FORMATS
 from qrt.quant.kv.planes import Grid
 from qrt.request.sampling import SamplingParams

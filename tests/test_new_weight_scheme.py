@@ -15,7 +15,7 @@ from qrt.assets import model_path
 from qrt.errors import UnsupportedError
 from qrt.kernels.act_mul.ref import act_mul
 from qrt.kernels.linear import explain, kernel, linear, linear_act
-from qrt.llm import LLM
+from qrt.offline.llm import LLM
 from qrt.quant.checkpoint import open_checkpoint
 from qrt.quant.weight import WEIGHT_SCHEMES, weight_only
 from qrt.request.sampling import SamplingParams

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 import real_model
 from qrt.config import ENV
 from qrt.errors import ConfigError
-from qrt.llm import LLM
+from qrt.offline.llm import LLM
 from qrt.request.sampling import SamplingParams
 from qrt.text.tokenizer import Tokenizer
 from qrt_calibrate.cli import main as calibrate

@@ -16,7 +16,7 @@ from pathlib import Path
 from rich.table import Table
 
 from qrt.cli import run_main
-from qrt.llm import LLM
+from qrt.offline.llm import LLM
 from qrt.request.sampling import SamplingParams
 from qrt_eval.inputs.text import load_text
 from qrt_eval.quality.ppl import quick_perplexity, scorer

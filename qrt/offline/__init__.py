@@ -1,1 +1,1 @@
-"""What LLM does beside generating text."""
+"""`LLM`: the engine in the process of its caller."""

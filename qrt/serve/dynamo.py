@@ -20,13 +20,13 @@ from typing import Any
 
 from qrt.answers.output import TextDelta, TokenLogprobs
 from qrt.answers.processor import OutputProcessor
-from qrt.async_llm import AsyncLLM
 from qrt.cli import ArgumentParser, run_main
 from qrt.config import EngineConfig
 from qrt.engine.preflight import preflight
 from qrt.errors import ConfigError, QueueFullError, UnsupportedError
 from qrt.model_files.location import EXPECTED, api_name, model_folder
 from qrt.request.sampling import SamplingParams
+from qrt.serve.async_llm import AsyncLLM
 from qrt.serve.command.cli import engine_config
 from qrt.serve.command.flag_groups import GROUPS
 from qrt.serve.link.engine_client import EngineError

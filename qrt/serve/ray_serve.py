@@ -13,11 +13,11 @@ import json
 from dataclasses import fields
 from typing import Any
 
-from qrt.async_llm import AsyncLLM
 from qrt.errors import ConfigError, UnsupportedError
-from qrt.llm import engine_config
 from qrt.model_files.location import EXPECTED, api_name
+from qrt.offline.llm import engine_config
 from qrt.registry import nearest
+from qrt.serve.async_llm import AsyncLLM
 from qrt.serve.link.metric_names import MetricNames
 from qrt.serve.settings import ServerConfig
 

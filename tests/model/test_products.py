@@ -9,12 +9,12 @@ from fake_gpu import META, fake_gpu, meta_weight
 from qrt.arch.read import read_arch
 from qrt.kernels.linear.product import Epilogue, Kernel
 from qrt.layers.linear import Linear
-from qrt.llm import LLM
 from qrt.model import fused, merged
 from qrt.model.build import build
 from qrt.model.links import Links
 from qrt.model.products import CHAINED, ENDS, STARTS, explain_products
 from qrt.model.random import RandomWeights
+from qrt.offline.llm import LLM
 from qrt.quant.weight import WEIGHT_SCHEMES
 
 CONFIG = read_arch(

@@ -25,7 +25,7 @@ from rich.table import Table
 
 from qrt.answers.output import CompletionOutput
 from qrt.errors import ConfigError
-from qrt.llm import LLM
+from qrt.offline.llm import LLM
 from qrt.request.sampling import SamplingParams
 from qrt.text.tokenizer import Tokenizer
 from qrt_eval.inputs.preflight import shared_context

@@ -15,7 +15,7 @@ from torch import Tensor
 from qrt.arch.rope import rope_offset
 from qrt.errors import ConfigError
 from qrt.kernels.step import Chunks, KVPlaces, PrefillMeta, StepMeta
-from qrt.llm import LLM
+from qrt.offline.llm import LLM
 
 CHUNK_TOKENS = 2048  # tokens of a step; attention reads the earlier ones from the cache
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from qrt.errors import ConfigError
-from qrt.llm import LLM
+from qrt.offline.llm import LLM
 from qrt_eval.inputs.preflight import shared_context
 from qrt_eval.inputs.text import EvalText, load_text
 from qrt_eval.quality import divergence, reference

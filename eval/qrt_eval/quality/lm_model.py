@@ -19,7 +19,7 @@ from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_tex
 from tqdm import tqdm
 
 from qrt.errors import ConfigError
-from qrt.llm import LLM
+from qrt.offline.llm import LLM
 from qrt.request.sampling import SamplingParams
 from qrt_eval.quality.ppl import check_finite
 

@@ -21,8 +21,8 @@ from rich.table import Table
 from tqdm import tqdm
 
 from qrt.errors import ConfigError
-from qrt.llm import LLM
 from qrt.model_files.location import model_name
+from qrt.offline.llm import LLM
 from qrt.request.sampling import SamplingParams
 from qrt_eval.quality.kld import release
 from qrt_eval.quality.ppl import check_finite, scorer

@@ -16,7 +16,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from qrt.errors import QrtError
-from qrt.llm import LLM
+from qrt.offline.llm import LLM
 from qrt_eval.inputs.preflight import shared_context
 from qrt_eval.inputs.text import EvalText, load_text
 from qrt_eval.quality.partial import UNKEPT, PartialResult, cut_of

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qrt.errors import ConfigError, QrtError, UnsupportedError
-from qrt.llm import LLM
+from qrt.offline.llm import LLM
 from qrt_eval.quality.protocol import Window
 
 KEY = "qrt_reference"

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from qrt.engine.engine import Engine
-from qrt.llm import LLM
 from qrt.model_files.location import model_commit, model_name, pinned_name
+from qrt.offline.llm import LLM
 from qrt.quant.checkpoint import open_checkpoint
 from qrt.version import __version__
 from qrt_eval.inputs.preflight import models_of

@@ -5,7 +5,7 @@ import torch
 
 from qrt.engine.step import timeline as module
 from qrt.engine.step.timeline import StepKind, Timeline
-from qrt.llm import LLM
+from qrt.offline.llm import LLM
 from qrt.request.sampling import SamplingParams
 
 DECODES, PROMPTS, LAUNCHED = StepKind(False, True), StepKind(True, True), StepKind(True, False)

@@ -26,7 +26,7 @@ from qrt.engine.engine import Engine
 from qrt.engine.preflight import preflight
 from qrt.errors import ConfigError, UnsupportedError
 from qrt.gc import short_collections
-from qrt.llm import engine_config, reasoning_reader
+from qrt.offline.llm import engine_config, reasoning_reader
 from qrt.request.pooling import PoolingParams
 from qrt.request.sampling import SamplingParams
 from qrt.text.pooling_inputs import encode
