@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from qrt.kernels.all_reduce import all_reduce, largest, through
+from qrt.kernels.all_reduce import all_reduce, reduce_max, through
 from qrt.kernels.all_reduce.choose import choose
 from qrt.kernels.chain import Link, chain, fits
 from qrt.kernels.rmsnorm import add_rmsnorm, add_rmsnorm_int8
@@ -83,7 +83,7 @@ def check(peers: TensorParallelGroup) -> None:
     for tokens in (1, 31, 32, 100, peers.memory.rows, 1000):
         numbers = [torch.randint(-(2**62), 2**62, (tokens,), generator=torch.Generator().manual_seed(r))
                    & ~(1 << 31) for r in range(peers.size)]  # fmt: skip
-        got = largest(numbers[peers.rank].to(peers.device), peers)
+        got = reduce_max(numbers[peers.rank].to(peers.device), peers)
         assert torch.equal(got.cpu(), torch.stack(numbers).amax(0))
 
 
@@ -150,7 +150,7 @@ def soak(peers: TensorParallelGroup, launches: int = 100_000) -> None:
         for residual, x in zip(residuals, xs, strict=True):
             residual.mul_(0.5)
             results.append(add_rmsnorm(residual, x[peers.rank], weight, EPS, None, 0.0, 1.0, words))
-        word.copy_(largest(word, peers))
+        word.copy_(reduce_max(word, peers))
 
     step()
     graph = torch.cuda.CUDAGraph()

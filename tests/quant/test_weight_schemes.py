@@ -194,7 +194,7 @@ def test_packed_int4_dequantizes_with_one_rounding(n, k, group, symmetric, monke
     monkeypatch.setattr(int4, "PACKED_ROWS", 64)
     weight = random_weight(n, k, 4, group, symmetric=symmetric, dtype=torch.bfloat16)
     weight.scale[0, 0] = 0
-    packed = int4.PackedInt8.pack(weight, torch.bfloat16)
+    packed = int4.PackedInt4.pack(weight, torch.bfloat16)
     assert torch.equal(packed.dequantize(slice(0, n)).T, weight.dequantize().bfloat16())
     assert torch.equal(packed.dequantize(slice(n - 64, n)).T, weight.dequantize()[-64:].bfloat16())
 
