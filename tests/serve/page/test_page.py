@@ -81,6 +81,11 @@ class Page:
             )
 
 
+@pytest.fixture(scope="module", autouse=True)
+def shallow_tiny():
+    """The whole model, not one layer of it: its answers have text."""
+
+
 @pytest.fixture
 def browser(tmp_path):
     """The address of a Chromium's DevTools."""
