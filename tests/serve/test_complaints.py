@@ -264,7 +264,7 @@ def test_a_stop_string_is_no_abort(client, http, server):
 def test_page_loads_nothing_from_other_hosts(http):
     page = http.get("/")
     files = re.findall(r'(?:src|href)="([^"]+)"', page.text)
-    assert {"page/app.js", "page/markdown.js", "page/style.css"} < set(files)
+    assert {"page/app.js", "page/vendor/purify.min.js", "page/style.css"} < set(files)
     for file in files:
         assert file.startswith(("page/", "data:"))
     for path in ("/", *[f"/{file}" for file in files if file.startswith("page/")]):

@@ -1,5 +1,6 @@
 "use strict";
-// Shows exchanges and Markdown as elements. Text of the model or the user enters the page only as text nodes.
+// Shows exchanges and Markdown as elements. Text of the model or the user enters the page as text nodes, or as what
+// DOMPurify leaves of its Markdown.
 
 // Makes an element with these properties and children; strings become text nodes.
 function element(tag, properties = {}, ...children) {
@@ -38,79 +39,33 @@ function copySelected(text) {
 
 // --- Markdown ------------------------------------------------------------------------------------------
 
-const TAGS = { em: "em", strong: "strong", del: "del" };
-
-function inlineElement(node) {
-  if (typeof node === "string") return node;
-  const children = () => node.children.map(inlineElement);
-  switch (node.type) {
-    case "break": return element("br");
-    case "code": return element("code", {}, node.text);
-    case "math": return element("span", { className: "math" }, node.text);
-    case "link": {
-      const rest = { target: "_blank", rel: "noopener noreferrer", title: node.title || node.href };
-      return element("a", { href: node.href, ...rest }, ...(node.image ? ["image: "] : []), ...children());
-    }
-    default: return element(TAGS[node.type], {}, ...children());
-  }
-}
-
+// Makes an element of a block. Nothing of a text is markup: marked's HTML passes DOMPurify.
 function blockElement(block) {
-  switch (block.type) {
-    case "heading": return element(`h${Math.min(block.level + 2, 6)}`, {}, ...block.children.map(inlineElement));
-    case "code": return codeElement(block);
-    case "math": return element("div", { className: "math" }, block.text);
-    case "rule": return element("hr");
-    case "quote": return element("blockquote", {}, ...block.blocks.map(blockElement));
-    case "list": return listElement(block);
-    case "table": return tableElement(block);
-    default: return element("p", {}, ...block.children.map(inlineElement));
+  const made = element("div");
+  made.append(DOMPurify.sanitize(blockHTML(block), POLICY));
+  for (const bar of made.querySelectorAll(".bar")) {
+    const code = bar.nextElementSibling.textContent;
+    const copied = button("Copy", "Copy the code", () => copy(code, copied));
+    bar.append(copied);
   }
-}
-
-function codeElement({ language, text }) {
-  const bar = element("div", { className: "bar" }, element("span", {}, language || "text"));
-  const copied = button("Copy", "Copy the code", () => copy(text, copied));
-  bar.append(copied);
-  return element("div", { className: "code" }, bar, element("pre", { tabIndex: 0 }, element("code", {}, text)));
-}
-
-function listElement({ ordered, start, tight, items }) {
-  const list = element(ordered ? "ol" : "ul", ordered ? { start } : {});
-  for (const blocks of items) {
-    const parts = blocks.flatMap((block) =>
-      tight && block.type === "paragraph" ? block.children.map(inlineElement) : [blockElement(block)],
-    );
-    list.append(element("li", {}, ...parts));
-  }
-  return list;
-}
-
-function tableElement({ align, rows }) {
-  const row = (cells, tag) => {
-    const made = element("tr");
-    cells.forEach((cell, i) => made.append(element(tag, { className: align[i] ?? "" }, ...cell.map(inlineElement))));
-    return made;
-  };
-  const [head, ...body] = rows;
-  const parts = [element("thead", {}, row(head, "th")), element("tbody", {}, ...body.map((cells) => row(cells, "td")))];
-  return element("div", { className: "table", tabIndex: 0 }, element("table", {}, ...parts));
+  return made.firstElementChild ?? made;
 }
 
 // Shows a text that grows. Elements of unchanged blocks stay, so that a selection in them stays too.
 class MarkdownView {
   constructor() {
     this.element = element("div", { className: "markdown" });
+    this.growing = new GrowingMarkdown();
     this.sources = [];
   }
 
   show(text) {
-    const blocks = parseMarkdown(text);
+    const blocks = this.growing.parse(text);
     let same = 0;
-    while (same < blocks.length && blocks[same].source === this.sources[same]) same += 1;
+    while (same < blocks.length && blocks[same].raw === this.sources[same]) same += 1;
     for (const old of [...this.element.children].slice(same)) old.remove();
     this.element.append(...blocks.slice(same).map(blockElement));
-    this.sources = blocks.map((block) => block.source);
+    this.sources = blocks.map((block) => block.raw);
   }
 }
 

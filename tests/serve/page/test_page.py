@@ -152,6 +152,14 @@ HOSTILE = (
     "A *list*: <img src=x onerror=\"document.title='x'\"> [a](javascript:document.title='x') "
     "![b](https://evil.example/b.png) <script>document.title='x'</script>\n\n```py\n<b>1</b>\n```"
 )
+# what DOMPurify leaves of markup that `reader` in markdown.js would never make
+PURIFIED = """(() => {
+  const made = document.createElement("i");
+  made.append(DOMPurify.sanitize(
+    "<p style='color:red' id=prompt onclick=x>a<img src=x onerror=x><a href='javascript:x'>b</a>"
+      + "<a href='//evil.example' target=_blank>c</a><script>x</script><form><input></form></p>", POLICY));
+  return made.innerHTML;
+})()"""
 # messages of the requests that the page sends
 WATCH = """
 window.sent = [];
@@ -204,6 +212,11 @@ async def converse(browser: str, server: ThreadServer) -> None:
         assert await page.value("document.querySelectorAll('img, .markdown script, .markdown b').length") == 0
         links = await page.value("[...document.querySelectorAll('a')].map((a) => a.href)")
         assert links == ["https://evil.example/b.png"]
+        assert (
+            await page.value("document.querySelector('.markdown a').relList.value") == "noopener noreferrer"
+        )
+        assert await page.value("document.querySelectorAll('.code .bar button').length") == 1
+        assert await page.value(PURIFIED) == '<p>a<a>b</a><a target="_blank">c</a></p><p></p>'
         # S42
         await page.call(
             "Emulation.setDeviceMetricsOverride", width=390, height=800, deviceScaleFactor=1, mobile=True
