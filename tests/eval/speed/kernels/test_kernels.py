@@ -236,9 +236,7 @@ def test_plans_for_int8_tokens_in_tiles_are_those_tried():
     for trial in todo:
         plan, wide = trial.plan, tile_plans.width_of(trial.width)
         assert plan.tokens <= min(wide, 256) and 1 <= plan.splits <= (1 if trial.gated else 4)
-        assert plan.tokens <= 128 or plan.splits == 1 and not plan.rope_positions, (
-            "two products an unpacked plane"
-        )
+        assert plan.tokens <= 128 or plan.splits == 1 and not plan.turns, "two products an unpacked plane"
         assert sum(tile_plans.registers(plan)) > 0 and plan.blocks % plan.group_blocks == 0
 
 
