@@ -6,6 +6,7 @@ import logging
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -30,6 +31,12 @@ from random_weights import random_weight, reference, relative
 from w3a16.scheme import W3A16
 
 LINE = "w3a16.scheme:W3A16"
+ROOT = Path(__file__).parents[1]
+OVER_THE_REGISTRY = [
+    *("tests/kernels/linear/test_linear_choose.py", "tests/calibrate/recipe/test_groups.py"),
+    *("tests/calibrate/estimate/test_bits.py", "tests/eval/speed/kernels/test_kernels.py"),
+    "tests/model/test_random_model.py",
+]
 TEXT = "The Python interpreter reads a file, compiles it and runs the code. " * 8
 
 
@@ -191,6 +198,17 @@ sys.exit(main({[*words, "--json", str(out)]!r}))
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     subprocess.run([sys.executable, "-c", command], check=True, capture_output=True, env=environment)
     assert json.loads(out.read_text())["weights"] == "w3a16"
+
+
+@pytest.mark.slow
+def test_the_tests_over_the_registry_take_it():
+    command = [sys.executable, "-m", "pytest", "-p", "w3a16.line", "-p", "no:cacheprovider", "-n", "0"]
+    known = "w3a16 or a_budget_keeps or impossible_budget or dry_run_says or every_product_and_scheme"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [*command, "-k", known, *OVER_THE_REGISTRY], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout
 
 
 def test_a_name_without_a_line_is_refused(monkeypatch, calibrated):

@@ -15,6 +15,7 @@ from qrt.errors import ConfigError
 from qrt.quant.affine import choose_qparams, dequantize, quantize
 from qrt.quant.checkpoint import open_checkpoint
 from qrt.quant.tokens import QuantizedTokens
+from qrt.quant.weight import WEIGHT_SCHEMES
 from qrt_calibrate import cli
 from qrt_calibrate.estimate import bits
 from qrt_calibrate.estimate.bits import measure, spend
@@ -27,6 +28,13 @@ from qrt_calibrate.recipe.recipe import LinearRecipe, Override, Recipe, grid_of
 W4, W8 = (LinearRecipe(scheme, grid_of(scheme, None, None)) for scheme in ("w4a16", "w8a16"))
 W4_BITS, W8_BITS = 4 + (16 + 4) / 128, 8 + 16 / 128  # per weight, with scales and zeros
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def two_widths(monkeypatch):
+    """Budgets choose between 4 and 8 bits, whatever other schemes the registry has."""
+    known = ("fp16", "w8a16", "w4a16", "w8a8", "w4a8", "mxfp4")
+    monkeypatch.setattr(WEIGHT_SCHEMES, "_entries", {name: WEIGHT_SCHEMES._entries[name] for name in known})
 
 
 @cache

@@ -14,7 +14,8 @@ from random_weights import random_weight
 
 BF16 = torch.bfloat16
 LAUNCHED = {
-    Kernel.NOTHING: set(), Kernel.TORCH: set(), Kernel.FUSED: {"_fused"}, Kernel.WIDE: {"wide"},
+    Kernel.NOTHING: set(), Kernel.TORCH: set(), Kernel.DEFINITION: set(), Kernel.FUSED: {"_fused"},
+    Kernel.WIDE: {"wide"},
     Kernel.DIGITS: {"_make_digits", "_digits_product"}, Kernel.DEQUANTIZE: {"_dequantize"},
     Kernel.INT8_HOPPER: {"_hopper_int8"}, Kernel.INT8_BLOCK: {"multiply_rows"},
     Kernel.FEW_16_BIT: {"_hopper_16bit"}, Kernel.WIDE_INT8: {"wide"}, Kernel.TILES_INT8: {"_int8_tiles"},
