@@ -74,7 +74,7 @@ def takes(ref: Callable[P, R]) -> Callable[[Callable[[Any], R]], Callable[P, R]]
         def call(*args: P.args, **named: P.kwargs) -> R:
             return launcher(arguments(*args, **named))
 
-        call.__signature__ = signature(ref)  # type: ignore[attr-defined]
+        call.__signature__ = signature(ref, eval_str=True)  # type: ignore[attr-defined]
         return call
 
     return decorate

@@ -246,7 +246,7 @@ def test_patience_is_a_word_on_the_device():
 
 def test_few_rows_go_through_memory(monkeypatch):
     peers = TensorParallelGroup(0, 2, torch.device("cpu"))
-    monkeypatch.setattr(peers, "sum", lambda x: x.sum(0))
+    monkeypatch.setattr(peers, "all_reduce", lambda x: x.sum(0))
     few, many = torch.randn(3, 8, 64), torch.randn(3, 9, 64)
     assert torch.equal(peers.through(few)[0], few.sum(0)) and peers.through(few)[1] is None
     peers.memory = Memory.of([0, 0], 0, 8, 256, peers.device)

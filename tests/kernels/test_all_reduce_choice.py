@@ -18,7 +18,7 @@ def peers(monkeypatch, caplog):
     """Two ranks on GPUs that are not there; `peers.finds` is what trying gives: an error, or the times."""
     caplog.set_level(logging.INFO)
     peers = TensorParallelGroup(0, 2, GPU)
-    peers.each = lambda number: [number, number + 1]
+    peers.all_gather_int = lambda number: [number, number + 1]
     peers.finds = (5.1, 17.3)
     for name, value in {
         "launches_on": lambda device: contextlib.nullcontext(),
@@ -79,10 +79,10 @@ def test_lost_words_count_for_all_ranks(peers, monkeypatch):
         choose.kernel, "probe", lambda m, wrong, number, write: rounds.append((number, write))
     )
     peers.device = torch.device("cpu")
-    peers.each = lambda number: [number, 0]
+    peers.all_gather_int = lambda number: [number, 0]
     choose._try(peers, None)
     assert rounds == [(number, write) for number in range(100) for write in (True, False)]
-    peers.each = lambda number: [number, 7]
+    peers.all_gather_int = lambda number: [number, 7]
     with pytest.raises(blocks.PeerError, match=r"7 words lost in 100 rounds, by ranks: \[0, 7\]"):
         choose._try(peers, None)
 
@@ -96,10 +96,10 @@ def test_no_driver_is_an_error_of_all_ranks(monkeypatch):
     monkeypatch.setattr(blocks, "_allocate", lambda *sizes: 4096)
     monkeypatch.setattr(blocks, "_handle_of", lambda address: bytes(64))
     monkeypatch.setattr(blocks, "_open", lambda handle: 8192)
-    peers.each = lambda number: [0, number]
+    peers.all_gather_int = lambda number: [0, number]
     memory = blocks.open_memory(peers, 8, 64)
     assert memory.words.tolist()[1:] == [1, 9, 64, 4096, 8192]
-    peers.each = lambda number: [1, number]
+    peers.all_gather_int = lambda number: [1, number]
     with pytest.raises(blocks.PeerError, match="rank 0 has no access"):
         blocks.open_memory(peers, 8, 64)
 

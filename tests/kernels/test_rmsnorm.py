@@ -162,7 +162,7 @@ def assert_quantized(codes, scale, y):
 
 
 @pytest.mark.parametrize("dtype", DTYPES if COMPILED else DTYPES[:2])  # the interpreter truncates to bf16
-@pytest.mark.parametrize("shares, rows, k", [(1, 3, 64), (2, 5, 300), (8, 1, 4096), (3, 0, 64)])
+@pytest.mark.parametrize("partial_sums, rows, k", [(1, 3, 64), (2, 5, 300), (8, 1, 4096), (3, 0, 64)])
 def test_shares_of_what_is_added(device, dtype, partial_sums, rows, k):
     """Their sum, from the first to the last and rounded once, is x."""
     x = torch.randn(partial_sums, rows, k, device=device)

@@ -205,7 +205,7 @@ def test_a_stuck_engine_turns_health_red(server, http, monkeypatch):
 
 def test_watchdog_ends_a_hanging_step():
     code = (
-        "import time; from qrt.serve.link.router import Router; r = Router.__new__(Router);"
+        "import time; from qrt.serve.link.router import EngineRouter; r = EngineRouter.__new__(EngineRouter);"
         "r._watchdog_seconds, r._watchdog_set = 0.3, 0.0; r._watch(); time.sleep(60)"
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
