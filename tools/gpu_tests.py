@@ -43,7 +43,7 @@ PARTS = {  # what pytest is given
     "elementwise": ("tests/kernels",),
     "models": (
         "tests/layers", "tests/mem", "tests/model", "tests/quant", "tests/engine", "tests/calibrate",
-        "tests/test_llm_tiny.py",
+        "tests/offline/test_llm_tiny.py",
     ),
 }  # fmt: skip
 

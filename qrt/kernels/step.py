@@ -128,15 +128,15 @@ class KVPlaces(NamedTuple):
 class StepMeta:
     """The tensors of one step.
 
-    tokens       [T] int64   token ids
-    positions    [T] int32   position of each token in its sequence
-    slots        slots and slot_table of the first group of layers, as in Places
+    tokens          [T] int64   token ids
+    positions       [T] int32   position of each token in its sequence
+    slots           slots and slot_table of the first group of layers, as in KVPlaces
     slot_table
-    decode       None when no request decodes
-    prefill      None when no chunk is prefilled
-    attended     [T, Hq, D] or None: where attention writes; it leaves tokens of padding as they are
+    decode          None when no request decodes
+    prefill         None when no chunk is prefilled
+    attended        [T, Hq, D] or None: where attention writes; it leaves tokens of padding as they are
     rope_positions  [T] int32   each token's row of the RoPE tables, or None: its position
-    windows      the other groups of layers
+    windows         the other groups of layers
     """
 
     tokens: Tensor

@@ -70,9 +70,7 @@ class TensorParallelGroup:
             device_id=device if on_gpu else None,
         )
         peers = cls(rank, size, device)
-        peers.all_reduce(
-            torch.zeros(1, 1, device=device)
-        )  # a communicator must exist before graphs are recorded
+        peers.all_reduce(torch.zeros(1, 1, device=device))  # makes a communicator, for graphs
         return peers
 
     @property
